@@ -1,0 +1,53 @@
+# Clearhead's commands. `make` alone lists them. Each sets up .venv first where that is needed.
+
+PYTHON ?= python3
+# More arguments for pip, for example an index with another build of PyTorch.
+PIP_ARGS ?=
+
+BIN := .venv/bin
+READY := .venv/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all check format clean
+
+help: ## list these commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+setup: $(READY) ## make .venv with the pinned versions (the other commands do this by themselves)
+
+# Only this file marks success: an interrupted installation is taken up again by the next make.
+$(READY): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Clearhead needs Python 3.11 or newer, but $(PYTHON) is $$($(PYTHON) -V 2>&1)." >&2; \
+		echo "Name another one: make PYTHON=python3.11" >&2; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv || { \
+		echo "$(PYTHON) -m venv failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	$(BIN)/pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: $(READY) ## see what it does: this machine, one attention head by hand, the models
+	$(BIN)/clearhead doctor
+	$(BIN)/clearhead walk
+	$(BIN)/clearhead presets
+	$(BIN)/clearhead show gpt2
+	$(BIN)/python examples/first_model.py
+
+# Two workers with one thread each finish earlier than one worker with two: the tests are tiny.
+test: $(READY) ## run the fast tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+test-all: $(READY) ## run all tests, the slow ones too
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m ''
+
+check: $(READY) ## lint, format and types, as CI does
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY) ## put the code in the house format and mend what can be mended
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove .venv and everything that tools left behind
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

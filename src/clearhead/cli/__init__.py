@@ -1,0 +1,1 @@
+"""The `clearhead` command: one file a verb, nothing but arguments and printing."""

@@ -1,0 +1,86 @@
+"""Bring somebody else's model in: read it, say what became of every tensor, save it in our layout.
+
+MODEL is a Hugging Face folder or hub name, a GGUF file, an official Whisper .pt or a llama2.c .bin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from tyro.conf import Positional, arg
+
+
+@dataclass(frozen=True)
+class Args:
+    """What `clearhead import` takes."""
+
+    model: Annotated[Positional[str], arg(metavar="MODEL")]
+    """What to read."""
+    out: Annotated[Positional[str], arg(metavar="[OUT]", help_behavior_hint="")] = ""
+    """The folder to save it to; without it nothing is written."""
+    check: bool = False
+    """Compare the logits with those of transformers, if it is installed (Hugging Face folders)."""
+    json: bool = False
+    """Print the report as JSON."""
+
+
+def run(args: Args) -> None:
+    """Load, save, then print what happened."""
+    from clearhead.api import load
+
+    model, report = load(args.model, report=True)
+    difference = None
+    if args.check:
+        from clearhead.weights.check import difference_to_transformers
+
+        difference = difference_to_transformers(model.net, model.config, args.model)
+    if args.out:
+        model.save(args.out)
+    said = {
+        "model": repr(model),
+        "saved": args.out or None,
+        "became": {key: list(ours) for key, ours in report.became.items()},
+        "dropped": report.dropped,
+        "tied": report.tied,
+        "max_difference": difference,
+    }
+    if args.json:
+        import json
+
+        print(json.dumps(said, indent=1))
+    else:
+        _print(said, report)
+
+
+def _print(said: dict[str, Any], report: Any) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table("theirs", "ours", title=said["model"], title_justify="left", expand=False)
+    for theirs, ours in folded(report.became).items():
+        table.add_row(theirs, ours)
+    for theirs, why in folded({k: (v,) for k, v in report.dropped.items()}).items():
+        table.add_row(theirs, f"dropped: {why}", style="yellow")
+    for alias, original in report.tied.items():
+        table.add_row("", f"{alias} is {original} (tied)", style="dim")
+    console.print(table)
+    if said["max_difference"] is not None:
+        console.print(
+            f"largest difference of logits from transformers: {said['max_difference']:.2e}"
+        )
+    if said["saved"]:
+        console.print(f"saved to {said['saved']}; load it with ch.load({said['saved']!r})")
+
+
+def folded(pairs: dict[str, tuple[str, ...]]) -> dict[str, str]:
+    """The rows with layer numbers as *, each with how many there were."""
+    import re
+    from collections import Counter
+
+    counts = Counter(
+        (re.sub(r"\.\d+\.", ".*.", key), ", ".join(re.sub(r"\.\d+\.", ".*.", v) for v in values))
+        for key, values in pairs.items()
+    )
+    return {k + (f"  ({n} x)" if n > 1 else ""): v for (k, v), n in counts.items()}

@@ -1,0 +1,103 @@
+"""The `clearhead` command: looks the verb up, imports that verb alone, makes one line of an error.
+
+A verb is a module with a frozen dataclass `Args`, whose field docstrings are its help, and with a
+function `run(args)`. Nothing on the way to `--help` may import torch, which takes too long.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from clearhead.errors import ClearheadError, did_you_mean
+
+OK, CRASHED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
+
+# verb -> (module, one line of help), in the order in which a newcomer needs them
+VERBS = {
+    "doctor": ("clearhead.cli.doctor", "what this machine has and what to expect of it"),
+    "walk": ("clearhead.cli.walk", "one attention head with all its numbers, step by step"),
+    "presets": ("clearhead.cli.presets", "the models that can be built by name"),
+    "show": ("clearhead.cli.show", "layers, parameters, FLOPs and memory of a model"),
+    "import": ("clearhead.cli.import_", "bring in a model that others made, with a report"),
+    "export": ("clearhead.cli.export", "write a model for transformers, ONNX or llama.cpp"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code is 0, or 2 for wrong use, or 130 after Ctrl-C."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    debug = os.environ.get("CLEARHEAD_DEBUG", "") not in ("", "0")
+    _let_any_text_print()
+    try:
+        code = _dispatch(words)
+        sys.stdout.flush()  # a closed pipe must show here, where it is caught, and not at exit
+        return code
+    except ClearheadError as error:
+        if debug:
+            raise
+        print(f"clearhead: {error}", file=sys.stderr)
+        return WRONG_USE
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        print("clearhead: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader (`head`, a pager) has left; without this Python complains again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CRASHED
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_help())
+        return OK
+    if words[0] in ("-V", "--version"):
+        from clearhead import __version__
+
+        print(f"clearhead {__version__}")
+        return OK
+    verb, rest = words[0], words[1:]
+    if verb not in VERBS:
+        near = did_you_mean(verb, VERBS).replace(" Did", "; did")
+        raise ClearheadError(f'no such command "{verb}"{near or "."} All: clearhead --help')
+    _run(verb, rest)
+    return OK
+
+
+def _run(verb: str, rest: list[str]) -> None:
+    import tyro
+
+    home, summary = VERBS[verb]
+    module = importlib.import_module(home)
+    args = tyro.cli(
+        module.Args,
+        args=rest,
+        prog=f"clearhead {verb}",
+        description=module.__doc__ or summary,
+        config=(tyro.conf.FlagCreatePairsOff,),  # --json, but no --no-json
+    )
+    module.run(args)
+
+
+def _help() -> str:
+    lines = ["usage: clearhead COMMAND [...]", ""]
+    lines += [f"  {verb:<10} {summary}" for verb, (_, summary) in VERBS.items()]
+    lines += [
+        "",
+        "clearhead COMMAND --help   what a command takes",
+        "clearhead --version        the version",
+        "CLEARHEAD_DEBUG=1          errors with their traceback",
+    ]
+    return "\n".join(lines)
+
+
+def _let_any_text_print() -> None:
+    # A terminal that knows only ASCII gets a question mark for a character, not a traceback.
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")

@@ -1,0 +1,1 @@
+"""Generation: from logits to tokens, and what models do with texts and sounds."""

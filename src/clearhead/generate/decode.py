@@ -1,0 +1,84 @@
+"""The decoding loop: prefill the prompt, then one token after the other from the cache.
+
+It depends on the protocol of `models.base` alone (`new_cache`, `decode`, and `encode` for an
+encoder-decoder), and it is a generator: whoever stops iterating stops the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clearhead.errors import require
+from clearhead.generate.sampling import check_sampling, choose
+from clearhead.layers.stack import Memory
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen and when to stop."""
+
+    max_new_tokens: int = 200
+    """How many at most."""
+    temperature: float = 0.0
+    """0 takes the best token; above, tokens are drawn."""
+    top_k: int = 0
+    """Draw from the k best only; 0: from all."""
+    top_p: float = 1.0
+    """Draw from the smallest set that has this probability."""
+    seed: int | None = None
+    """For draws that can be repeated."""
+    stop: frozenset[int] = frozenset()
+    """Ids that end the text; they are not part of it."""
+    never: frozenset[int] = frozenset()
+    """Ids that are never chosen."""
+
+    def __post_init__(self) -> None:
+        check_sampling(self.temperature, self.top_k, self.top_p)
+        require(
+            self.max_new_tokens >= 1,
+            f"max_new_tokens is {self.max_new_tokens}: ask for one token at least.",
+        )
+
+
+@torch.inference_mode()
+def decode_tokens(
+    net: Any,
+    prompt: Collection[int],
+    sampling: Sampling,
+    max_len: int,
+    memory: Memory | None = None,
+) -> Iterator[int]:
+    """The ids that follow a prompt, one by one; ends at a stop id, at the limit, or where positions
+    end.
+    """
+    ids = list(prompt)
+    require(len(ids) > 0, "The prompt is empty: give at least one token to start from.")
+    require(
+        len(ids) < max_len,
+        f"The prompt has {len(ids)} tokens, and the model {max_len} positions: shorten the prompt.",
+    )
+    room = min(len(ids) + sampling.max_new_tokens, max_len)
+    device = next(net.parameters()).device
+    dice = None
+    if sampling.seed is not None:
+        dice = torch.Generator(device).manual_seed(sampling.seed)
+    cache = net.new_cache(1 if memory is None else memory, room)
+    never = torch.tensor(sorted(sampling.never), device=device)
+    new = torch.tensor([ids], device=device)
+    while True:
+        logits: Tensor = net.decode(new, cache=cache)[:, -1]
+        if len(never):
+            logits = logits.index_fill(1, never, torch.finfo(logits.dtype).min)
+        new = choose(logits, sampling.temperature, sampling.top_k, sampling.top_p, dice).view(1, 1)
+        token = int(new)
+        if token in sampling.stop:
+            return
+        yield token
+        ids.append(token)
+        if len(ids) >= room:
+            return

@@ -1,0 +1,55 @@
+"""Texts as vectors, in batches sorted by length so that little is padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from clearhead.attention.positions import Positions
+from clearhead.errors import require
+
+
+@torch.inference_mode()
+def run_encoder(
+    net: Any,
+    rows: Sequence[Sequence[int]],
+    types: Sequence[Sequence[int]] | None = None,
+    batch: int = 32,
+) -> list[Tensor]:
+    """An encoder's output for every row of ids, in the order given."""
+    require(all(len(row) > 0 for row in rows), "A text has no tokens at all: give it at least one.")
+    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+    device = next(net.parameters()).device
+    outputs: list[Tensor] = [torch.empty(0)] * len(rows)
+    for start in range(0, len(order), batch):
+        chosen = order[start : start + batch]
+        lengths = [len(rows[i]) for i in chosen]
+        at = Positions.ragged(lengths, device=device)
+        ids = _padded([rows[i] for i in chosen], device)
+        kinds = None if types is None else _padded([types[i] for i in chosen], device)
+        for i, out in zip(chosen, net(ids, at, kinds), strict=True):
+            outputs[i] = out
+    return outputs
+
+
+def embed_texts(
+    net: Any, tokenizer: Any, texts: Sequence[str], max_len: int
+) -> Float[Tensor, "n m"]:
+    """One vector a text; longer texts than the model can read are cut."""
+    require(len(texts) > 0, "There are no texts to embed.")
+    rows = [cut(ids, max_len) for ids in tokenizer.encode_batch(texts)]
+    return torch.stack(run_encoder(net, rows))
+
+
+def cut(ids: list[int], max_len: int) -> list[int]:
+    """At most `max_len` ids, of which the last (a separator) stays."""
+    return ids if len(ids) <= max_len else [*ids[: max_len - 1], ids[-1]]
+
+
+def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    width = max(len(row) for row in rows)
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)

@@ -1,0 +1,1 @@
+"""Looking inside: what a model computes, shown step by step and number by number."""

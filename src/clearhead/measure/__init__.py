@@ -1,0 +1,1 @@
+"""Measuring: what a model costs, and what a machine can give."""

@@ -1,0 +1,155 @@
+"""The model that a name or a folder stands for, without its weights: settings, and what the header
+of the weights file says.
+
+A safetensors file starts with 8 bytes, the length of the JSON that follows: name -> dtype, shape,
+and from where to where its bytes are. So sizes and types are known without reading a weight.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from clearhead.errors import ClearheadError, did_you_mean, require
+from clearhead.models.family import FAMILIES, FamilyConfig, family
+from clearhead.models.presets import PRESETS, resolve
+from clearhead.weights.folder import FORMAT, WEIGHTS, read_config
+from clearhead.weights.hf import MODEL_TYPES
+
+INDEX = f"{WEIGHTS}.index.json"
+LONGEST_HEADER = 100 * 2**20  # what the safetensors library allows
+
+TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What the headers of a model's weights say."""
+
+    files: tuple[str, ...]
+    """The files that are there."""
+    missing: tuple[str, ...]
+    """Files that the index names and that are not there."""
+    size: int
+    """Bytes of the files."""
+    tensors: int
+    """How many tensors they hold."""
+    numbers: dict[str, int]
+    """How many numbers of each type: {"F32": 124439808}."""
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The type of all floating-point numbers, or None if there are several or none."""
+        found = {name for name in self.numbers if name in TYPES}
+        return getattr(torch, TYPES[found.pop()]) if len(found) == 1 else None
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model that somebody named."""
+
+    name: str
+    """As it was given."""
+    kind: Literal["preset", "family", "folder", "Hugging Face folder"]
+    """What the name is."""
+    config: FamilyConfig
+    """Its settings."""
+    weights: Weights | None = None
+    """What its files hold, if there are any."""
+
+
+def find(name: str) -> Target:
+    """A preset or family by its name, or a folder. A folder called like a preset: "./gpt2"."""
+    if name in PRESETS:
+        return Target(name, "preset", resolve(name))
+    if name in FAMILIES:
+        return Target(name, "family", resolve(name))
+    path = Path(name).expanduser()
+    if path.exists() or "/" in name or "\\" in name:
+        return _in_folder(name, path)
+    config = resolve(name)  # raises, with the nearest name
+    return Target(name, "preset", config)
+
+
+def _in_folder(name: str, folder: Path) -> Target:
+    description = read_config(folder)
+    names, weights = read_headers(folder)
+    if description.get("format") == FORMAT:
+        settings = description.get("config", {})
+        where = f"{folder.name}/config.json"
+        config = family(str(description.get("family"))).Config.from_dict(settings, where=where)
+        return Target(name, "folder", config, weights)
+    return Target(name, "Hugging Face folder", _from_hf(folder, description, names), weights)
+
+
+def _from_hf(folder: Path, hf: dict[str, Any], names: Collection[str]) -> FamilyConfig:
+    kind = str(hf.get("model_type"))
+    require(
+        kind in MODEL_TYPES,
+        f'{folder} holds a "{kind}", which is not supported.{did_you_mean(kind, MODEL_TYPES)} '
+        f"Supported: {', '.join(MODEL_TYPES)}.",
+    )
+    try:
+        return family(MODEL_TYPES[kind]).from_hf(hf, names)
+    except KeyError as error:
+        raise ClearheadError(
+            f"{folder}/config.json lacks {error}, which a {kind} needs: the file is damaged or of "
+            "another version."
+        ) from error
+
+
+def read_headers(folder: Path) -> tuple[tuple[str, ...], Weights | None]:
+    """The names of all tensors, and the summary; of one file, or of the shards an index names."""
+    if (folder / WEIGHTS).is_file():
+        wanted = [WEIGHTS]
+    elif (folder / INDEX).is_file():
+        wanted = _shards(folder / INDEX)
+    else:
+        return (), None
+    there = [file for file in wanted if (folder / file).is_file()]
+    tensors: dict[str, Any] = {}
+    for file in there:
+        tensors |= _read_header(folder / file)
+    numbers: dict[str, int] = {}
+    for tensor in tensors.values():
+        count = math.prod(tensor["shape"])
+        numbers[tensor["dtype"]] = numbers.get(tensor["dtype"], 0) + count
+    size = sum((folder / file).stat().st_size for file in there)
+    missing = tuple(file for file in wanted if file not in there)
+    return tuple(tensors), Weights(tuple(there), missing, size, len(tensors), numbers)
+
+
+def _shards(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ClearheadError(
+            f"{index} is no index of weights ({error!r}): it is damaged. Copy it again."
+        ) from error
+
+
+def _read_header(path: Path) -> dict[str, Any]:
+    """One file's header, checked against the file's length."""
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(LONGEST_HEADER, size - 8):
+                raise ValueError("its header is longer than the file")
+            header = json.loads(file.read(length))
+        tensors = {name: header[name] for name in header if name != "__metadata__"}
+        end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+        if 8 + length + end != size:
+            raise ValueError(f"it should have {8 + length + end} bytes, and has {size}")
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ClearheadError(
+            f"{path} is not a whole safetensors file ({error}): it is truncated, damaged or of "
+            "another format. Copy or save it again."
+        ) from error
+    return tensors

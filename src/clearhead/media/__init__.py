@@ -1,0 +1,1 @@
+"""Media: sound and images as the numbers that models take."""

@@ -1,0 +1,189 @@
+"""The model that users hold: a network, the settings it was built from, its tokeniser, and what
+belongs to them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from clearhead.attention.positions import Positions
+from clearhead.errors import ClearheadError, require
+from clearhead.generate.decode import Sampling, decode_tokens
+from clearhead.generate.transcribe import transcribe
+from clearhead.generate.vectors import embed_texts
+from clearhead.layers.embed import check_ids
+from clearhead.layers.sound import SoundEmbedding
+from clearhead.media.audio import read_audio
+from clearhead.models.base import EncoderDecoder, Net
+from clearhead.models.family import FamilyConfig
+from clearhead.text.tokenizer import Tokenizer
+from clearhead.weights.folder import save_model
+
+
+class Model:
+    """A network with its settings. `model(ids)` checks its input; `model.net` is the bare module.
+
+    `companions` are JSON files that came along and go along (generation_config.json,
+    preprocessor_config.json), by name.
+    """
+
+    def __init__(
+        self,
+        net: Net,
+        config: FamilyConfig,
+        tokenizer: Tokenizer | None = None,
+        companions: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.net, self.config, self.tokenizer = net, config, tokenizer
+        self.companions = dict(companions or {})
+
+    def __call__(self, *ids: Tensor, at: Positions | None = None, **more: Any) -> Tensor:
+        """The network's output: `model(ids)`, or `model(source, target)` for an encoder-decoder."""
+        wanted = 2 if self.config.shape in ("encoder-decoder", "two-tower") else 1
+        require(
+            len(ids) == wanted,
+            f"This {self.config.shape} takes {wanted} tensor(s)"
+            f"{' (source, target)' if wanted == 2 else ''}, not {len(ids)}.",
+        )
+        for tensor in ids:
+            require(
+                isinstance(tensor, Tensor),
+                f"Ids are a tensor of whole numbers, not {type(tensor).__name__}: "
+                "torch.tensor([[...]]).",
+            )
+        for tensor, size in zip(ids, self._vocabularies(wanted), strict=True):
+            check_ids(tensor, size)
+        require(
+            at is None or not isinstance(self.net, EncoderDecoder),
+            "An encoder-decoder takes source_at and target_at, not at.",
+        )
+        if at is not None:
+            more["at"] = at
+        return self.net(*ids, **more)
+
+    def _vocabularies(self, count: int) -> list[int]:
+        """The vocabulary of each input."""
+        target = getattr(self.config, "target_vocab_size", None) or self.config.vocab_size
+        return [self.config.vocab_size, target][:count]
+
+    # -- text
+
+    def generate(self, prompt: str, **settings: Any) -> str:
+        """The text that follows a prompt; for an encoder-decoder, what it makes of the source.
+
+        Settings: max_new_tokens, temperature (0: the best token each time), top_k, top_p, seed.
+        """
+        return "".join(self.stream(prompt, **settings))
+
+    def stream(self, prompt: str, **settings: Any) -> Iterator[str]:
+        """The same piece by piece, as soon as it is known; never half a character."""
+        tokenizer = self._tokenizer()
+        require(
+            self.config.shape in ("decoder", "encoder-decoder"),
+            f"A {self.config.kind} is an encoder and cannot generate text: use a decoder or an "
+            "encoder-decoder.",
+        )
+        sampling = self._sampling(settings)
+        if isinstance(self.net, EncoderDecoder):
+            source = torch.tensor([tokenizer.encode(prompt)])
+            check_ids(source, self.config.vocab_size)
+            with torch.inference_mode():
+                memory = self.net.encode(source)
+            ids = [self._start_id()]
+            text = tokenizer.target.decode_stream()
+        else:
+            memory, ids, text = None, tokenizer.encode(prompt), tokenizer.decode_stream()
+        for token in decode_tokens(self.net, ids, sampling, self.config.max_len, memory):
+            if piece := text.feed(token):
+                yield piece
+        if rest := text.flush():
+            yield rest
+
+    def chat(self, messages: Sequence[Mapping[str, str]], **settings: Any) -> str:
+        """The answer to a conversation: [{"role": "user", "content": "..."}]."""
+        tokenizer = self._tokenizer()
+        ids = tokenizer.encode(tokenizer.chat(messages), special=False)
+        tokens = decode_tokens(self.net, ids, self._sampling(settings), self.config.max_len)
+        return tokenizer.decode(tokens)
+
+    def embed(self, texts: str | Sequence[str]) -> Float[Tensor, "n m"]:
+        """One vector a text (a model with a pooling head)."""
+        texts = [texts] if isinstance(texts, str) else list(texts)
+        head = getattr(self.config, "head", None)
+        require(
+            head is not None and head.kind == "pooling",
+            "Embedding texts takes a model with a pooling head: "
+            'ch.load(folder, head={"kind": "pooling", "mode": "mean", "normalise": true}).',
+        )
+        return embed_texts(self.net, self._tokenizer(), texts, self._text_len())
+
+    def transcribe(self, sound: str | Path | Tensor, language: str = "en") -> str:
+        """What is said in a sound file, or in samples at 16 kHz (Whisper)."""
+        require(
+            isinstance(self.net, EncoderDecoder)
+            and isinstance(self.net.encoder.embed, SoundEmbedding),
+            f"Transcribing takes a model that listens (Whisper), and this is a {self.config.kind}.",
+        )
+        wave = sound if isinstance(sound, Tensor) else read_audio(sound)
+        return " ".join(transcribe(self.net, self.config, self._tokenizer(), wave, language))
+
+    def _tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ClearheadError(
+                "This model has no tokenizer, so it takes ids and not text: model(ids), or set "
+                "model.tokenizer."
+            )
+        return self.tokenizer
+
+    def _text_len(self) -> int:
+        own = self._tokenizer().max_len
+        return self.config.max_len if own is None else min(own, self.config.max_len)
+
+    def _generation(self, key: str) -> Any:
+        """A setting that came with the model for generation."""
+        return self.companions.get("generation_config.json", {}).get(key)
+
+    def _sampling(self, settings: Mapping[str, Any]) -> Sampling:
+        known = {"max_new_tokens", "temperature", "top_k", "top_p", "seed"}
+        wrong = sorted(set(settings) - known)
+        require(not wrong, f"generate has no setting {wrong}. It has: {', '.join(sorted(known))}.")
+        ends = self._generation("eos_token_id")
+        stop = set(self._tokenizer().target.eos_ids)
+        stop |= {ends} if isinstance(ends, int) else set(ends or ())
+        return Sampling(**settings, stop=frozenset(stop))
+
+    def _start_id(self) -> int:
+        """What an encoder-decoder's target starts with: never the begin token."""
+        start = self._generation("decoder_start_token_id")
+        if start is None:
+            start = self._tokenizer().pad_id
+        require(
+            start is not None,
+            "It is not known which token this model's targets start with: set "
+            'model.companions["generation_config.json"]["decoder_start_token_id"].',
+        )
+        return int(start)
+
+    # -- files
+
+    def save(self, folder: str | Path) -> None:
+        """Write the model's folder, whole or not at all."""
+        save_model(self.net, self.config, folder, self.write_companions)
+
+    def write_companions(self, folder: Path) -> None:
+        """Write the tokeniser and the settings that belong to the model into a folder."""
+        if self.tokenizer is not None:
+            self.tokenizer.save(folder)
+        for name, content in self.companions.items():
+            (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+
+    def __repr__(self) -> str:
+        count = sum(p.numel() for p in self.net.parameters())
+        return f"Model({self.config.kind}, {self.config.shape}, {count:,} parameters)"

@@ -1,0 +1,1 @@
+"""Models: encoders, decoders, encoder-decoders, their heads, and one file for each family."""

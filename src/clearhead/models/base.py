@@ -1,0 +1,181 @@
+"""The three shapes of a Transformer: encoder, decoder, encoder-decoder.
+
+    Encoder          ids -> states (or its head's output)            encode
+    Decoder          ids -> logits                                   decode, new_cache
+    EncoderDecoder   source, target -> logits                        encode, decode, new_cache
+
+Generation, training and the lens depend on these calls alone. A forward without positions takes ids
+without padding; for ragged batches hand in `Positions.ragged(lengths)`. One step of generation is
+`decode` with one token and a cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from clearhead.attention.bias import ALiBi
+from clearhead.attention.cache import Cache
+from clearhead.attention.positions import Positions
+from clearhead.attention.rotary import Rotary
+from clearhead.errors import ClearheadError, require
+from clearhead.layers.embed import Embedding
+from clearhead.layers.stack import Memory, Stack
+
+Ids = Int[Tensor, "b t"]
+Ties = tuple[tuple[str, str], ...]
+
+
+class Net(nn.Module):
+    """A network that knows which of its parameters are one and the same."""
+
+    def __init__(self, ties: Ties = ()) -> None:
+        super().__init__()
+        self.ties = ties  # (the alias, the parameter it shares)
+
+    def tie(self) -> None:
+        """Make every alias the parameter it stands for. Loading and moving from the meta device
+        undo it.
+        """
+        for alias, original in self.ties:
+            path, _, name = alias.rpartition(".")
+            setattr(self.get_submodule(path), name, self.get_parameter(original))
+
+    def reset_tables(self) -> None:
+        """Compute the fixed tables (angles, slopes) again, after `to_empty` left them unset."""
+        for module in self.modules():
+            if isinstance(module, (Rotary, ALiBi)):
+                module.reset()
+
+    def new_place(self, place: dict[str, Any]) -> dict[str, Any]:
+        """Device and dtype of the parameters, unless `place` says otherwise."""
+        first = next(self.parameters())
+        return {"device": first.device, "dtype": first.dtype} | place
+
+
+class Encoder(Net):
+    """Every token sees every token."""
+
+    def __init__(
+        self, embed: nn.Module, stack: Stack, head: nn.Module | None = None, ties: Ties = ()
+    ) -> None:
+        super().__init__(ties)
+        self.embed: Any = embed  # Embedding, PatchEmbedding, AudioEmbedding: `place`, `forward`
+        self.stack, self.head = stack, head
+        self.tie()
+
+    def encode(
+        self, inputs: Tensor, at: Positions | None = None, types: Ids | None = None
+    ) -> Memory:
+        """The last states and where they stand. What the inputs are, the embedding knows: ids
+        [b, t], images, sound.
+        """
+        at = self.embed.place(inputs, at)
+        return Memory(self.stack(self.embed(inputs, at, types), at), at)
+
+    def forward(
+        self, inputs: Tensor, at: Positions | None = None, types: Ids | None = None
+    ) -> Tensor:
+        """The head's output, or the last states [b, t, m] where there is no head."""
+        memory = self.encode(inputs, at, types)
+        return memory.x if self.head is None else self.head(memory.x, memory.at)
+
+
+class Decoder(Net):
+    """Every token sees those before it."""
+
+    def __init__(
+        self, embed: Embedding, stack: Stack, head: nn.Module | None, ties: Ties = ()
+    ) -> None:
+        super().__init__(ties)
+        self.embed, self.stack, self.head = embed, stack, head
+        self.tie()
+
+    def states(
+        self,
+        ids: Ids,
+        at: Positions | None = None,
+        cache: Cache | None = None,
+        memory: Memory | None = None,
+    ) -> Float[Tensor, "b t m"]:
+        """The last states, before the head."""
+        at = self.embed.place(ids, at, cache)
+        return self.stack(self.embed(ids, at), at, cache, memory)
+
+    def decode(self, ids: Ids, at: Positions | None = None, cache: Cache | None = None) -> Tensor:
+        """Logits [b, t, v] (or the head's output); with a cache the ids follow what it holds."""
+        at = self.embed.place(ids, at, cache)
+        x = self.states(ids, at, cache)
+        return x if self.head is None else self.head(x, at)
+
+    def forward(self, ids: Ids, at: Positions | None = None) -> Tensor:
+        return self.decode(ids, at)
+
+    def new_cache(self, rows: int, max_len: int, slack: int = 0, **place: Any) -> Cache:
+        """An empty cache for so many rows of at most `max_len` tokens; `slack`: see
+        `Stack.new_cache`.
+        """
+        return self.stack.new_cache(rows, max_len, slack=slack, **self.new_place(place))
+
+
+class EncoderDecoder(Net):
+    """A decoder that looks at an encoder's states in every block."""
+
+    def __init__(
+        self, encoder: Encoder, decoder: Decoder, head: nn.Module, ties: Ties = ()
+    ) -> None:
+        super().__init__(ties)
+        self.encoder, self.decoder, self.head = encoder, decoder, head
+        self.tie()
+
+    def encode(self, source: Tensor, at: Positions | None = None) -> Memory:
+        """The source's states, computed once however long the target becomes."""
+        return self.encoder.encode(source, at)
+
+    def decode(
+        self,
+        target: Ids,
+        memory: Memory | None = None,
+        at: Positions | None = None,
+        cache: Cache | None = None,
+    ) -> Float[Tensor, "b t v"]:
+        """Logits of the target so far; with a cache the memory is the one it was made for."""
+        if cache is not None:
+            require(
+                memory is None or memory is cache.memory,
+                "This cache was made for another memory: pass the one given to new_cache, or none.",
+            )
+            memory = cache.memory
+        if memory is None:
+            raise ClearheadError("decode needs what encode returned: decode(target, memory).")
+        require(
+            target.shape[0] % memory.rows == 0,  # several targets of one source are its beams
+            f"{memory.rows} sources cannot be shared by {target.shape[0]} targets.",
+        )
+        at = self.decoder.embed.place(target, at, cache)
+        return self.head(self.decoder.states(target, at, cache, memory), at)
+
+    def forward(
+        self,
+        source: Tensor,
+        target: Ids,
+        source_at: Positions | None = None,
+        target_at: Positions | None = None,
+    ) -> Float[Tensor, "b t v"]:
+        """Logits for every position of the target at once (teacher forcing)."""
+        require(
+            source.shape[0] == target.shape[0],
+            f"There are {source.shape[0]} sources and {target.shape[0]} targets: one for each.",
+        )
+        return self.decode(target, self.encode(source, source_at), target_at)
+
+    def new_cache(
+        self, memory: Memory, max_len: int, beams: int = 1, slack: int = 0, **place: Any
+    ) -> Cache:
+        """An empty cache for these sources, each with so many beams; the sources' keys are shared
+        by the beams.
+        """
+        place = self.new_place(place)
+        return self.decoder.stack.new_cache(memory.rows * beams, max_len, memory, slack, **place)

@@ -1,0 +1,130 @@
+"""What the families share to read and write Hugging Face configs.
+
+A family's file gives `HEADS` ({our head: their architecture}), `from_hf(hf, names)` and
+`to_hf(config)`; the words that are the same everywhere are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from clearhead.errors import ClearheadError, did_you_mean
+from clearhead.models.heads import (
+    ClassificationConfig,
+    HeadConfig,
+    LMConfig,
+    MaskedLMConfig,
+    PoolingConfig,
+    SpanConfig,
+    TaggingConfig,
+)
+
+# Their word -> ours; of several for the same function the first is the one we write.
+ACTIVATIONS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+    "quick_gelu": "quick_gelu",
+    "relu2": "relu_squared",
+}
+
+Heads = Mapping[str, str]
+OUR_LAYOUT = "Save it in our own layout with model.save(folder)."
+
+
+def hf_value(config: Mapping[str, Any], *names: str, default: Any = None) -> Any:
+    """The first of these settings that a Hugging Face config has and that is not null."""
+    for name in names:
+        if config.get(name) is not None:
+            return config[name]
+    return default
+
+
+def hf_only(config: Mapping[str, Any], **settings: Any) -> None:
+    """Refuse a config that sets any of these otherwise: we would compute something else."""
+    for name, supported in settings.items():
+        value = config.get(name)
+        if value is not None and value != supported:
+            raise ClearheadError(
+                f"Its config says {name} = {value!r}, and only {supported!r} is supported here."
+            )
+
+
+def hf_activation(name: str) -> Any:
+    """Our word for an activation function of theirs."""
+    if name not in ACTIVATIONS:
+        raise ClearheadError(
+            f'The activation "{name}" is not known here.{did_you_mean(name, ACTIVATIONS)} '
+            f"Known: {', '.join(ACTIVATIONS)}."
+        )
+    return ACTIVATIONS[name]
+
+
+def to_hf_activation(name: str) -> str:
+    """Their word for an activation function of ours."""
+    return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == name)
+
+
+def read_head(hf: Mapping[str, Any], heads: Heads, default: str) -> str:
+    """Which of our heads a config's architecture has: a key of `heads` ("none": bare states)."""
+    named = hf_value(hf, "architectures", default=[])
+    if not named:
+        return default
+    for ours, theirs in heads.items():
+        if theirs == named[0]:
+            return ours
+    raise ClearheadError(
+        f'The architecture "{named[0]}" is not supported.{did_you_mean(named[0], heads.values())} '
+        f"Supported for this kind of model: {', '.join(heads.values())}."
+    )
+
+
+def head_of(hf: Mapping[str, Any], heads: Heads, default: str, tied: bool) -> HeadConfig | None:
+    """The head that a config's architecture has, in our words."""
+    kind, labels = read_head(hf, heads, default), read_labels(hf)
+    made: dict[str, HeadConfig | None] = {
+        "none": None,
+        "lm": LMConfig(tied),
+        "masked_lm": MaskedLMConfig(tied),
+        "pooling": PoolingConfig(dense=True),
+        "classification": ClassificationConfig(labels),
+        "tagging": TaggingConfig(labels),
+        "span": SpanConfig(),
+    }
+    return made[kind]
+
+
+def head_keys(head: HeadConfig | None, tables: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """The rows of a key table that belong to this head."""
+    return dict(tables.get("none" if head is None else head.kind, {}))
+
+
+def linear_keys(theirs: str, ours: str) -> dict[str, str]:
+    """A weight and its bias."""
+    return {f"{theirs}.{kind}": f"{ours}.{kind}" for kind in ("weight", "bias")}
+
+
+def read_labels(hf: Mapping[str, Any]) -> int:
+    """How many labels a classifier has (theirs are two where nothing is said)."""
+    return hf_value(hf, "num_labels", default=len(hf_value(hf, "id2label", default=(0, 1))))
+
+
+def write_head(head: HeadConfig | None, heads: Heads, model: str) -> dict[str, Any]:
+    """Their words for a head: the architecture, and as many labels as it has."""
+    kind = "none" if head is None else head.kind
+    if kind not in heads:
+        raise ClearheadError(
+            f'A {model} with the head "{kind}" has no architecture in transformers. '
+            f"It has one for: {', '.join(heads)}. {OUR_LAYOUT}"
+        )
+    said: dict[str, Any] = {"architectures": [heads[kind]]}
+    count = getattr(head, "n_labels", None)
+    if count is not None:
+        said["id2label"] = {str(i): f"LABEL_{i}" for i in range(count)}
+        said["label2id"] = {f"LABEL_{i}": i for i in range(count)}
+    return said

@@ -1,0 +1,136 @@
+"""Where models come from: folders of ours and of Hugging Face's, and the single files that people
+have.
+
+Each reader gives a `Model` with its tokeniser and companions, and a report of what became of every
+foreign key.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from clearhead.errors import ClearheadError, require
+from clearhead.media.image import ImageProcessor
+from clearhead.model import Model
+from clearhead.models.whisper import from_openai, openai_keys
+from clearhead.text.foreign import from_gguf, from_llama2c
+from clearhead.text.tiktoken import whisper_tokenizer
+from clearhead.text.tokenizer import Tokenizer
+from clearhead.weights.convert import Report, to_ours
+from clearhead.weights.files import inside, read_json
+from clearhead.weights.folder import COMPANIONS, CONFIG, FORMAT, assemble, load_model, read_config
+from clearhead.weights.gguf import load_gguf
+from clearhead.weights.hf import depth, load_hf
+from clearhead.weights.llama2c import load_llama2c, read_llama2c_vocab
+from clearhead.weights.pickles import read_whisper_pt
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "vocab.txt",
+    "vocab.json",
+    "source.spm",
+    "spiece.model",
+    "tokenizer.model",
+    "sentencepiece.bpe.model",
+)
+
+
+def read_folder(folder: Path, **changes: Any) -> tuple[Model, Report]:
+    """A folder that `save` wrote, a Hugging Face folder, or one with a single model file."""
+    if folder.is_dir() and not (folder / CONFIG).exists():
+        files = [p for kind in ("*.gguf", "*.pt", "*.bin") for p in sorted(folder.glob(kind))]
+        files = [p for p in files if p.name != "tokenizer.bin"]
+        require(
+            len(files) == 1,
+            f"{folder} has no {CONFIG}, so it is not a model's folder"
+            + (f"; of its files name one: {', '.join(p.name for p in files)}." if files else "."),
+        )
+        return read_file(files[0])
+    description = read_config(folder)
+    if description.get("format") == FORMAT:
+        net, config = load_model(folder)
+        require(
+            not changes, "A head can be changed on a foreign body; build ours with another head."
+        )
+        return Model(net, config, _tokenizer(folder), _companions(folder)), Report()
+    net, config, report = load_hf(folder, **changes)
+    companions = _companions(folder)
+    own = {
+        name: description[name]
+        for name in ("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id")
+        if description.get(name) is not None
+    }
+    if own:
+        said = companions.get("generation_config.json", {})
+        companions["generation_config.json"] = own | said
+    return Model(
+        net, config, _tokenizer(folder, str(description["model_type"])), companions
+    ), report
+
+
+def read_file(path: Path) -> tuple[Model, Report]:
+    """A GGUF file, an official Whisper .pt or a llama2.c .bin; told apart by what is in it."""
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start == b"GGUF":
+        net, config, report, gguf = load_gguf(path)
+        has = "tokenizer.ggml.model" in gguf.metadata
+        return Model(net, config, from_gguf(gguf.metadata) if has else None), report
+    if start[:2] == b"PK" or path.suffix == ".pt":
+        return _read_whisper(path)
+    if path.suffix == ".safetensors" or path.name == CONFIG:
+        raise ClearheadError(
+            f"{path} is a part of a model: load the folder, {path.parent}, which has {CONFIG} too."
+        )
+    require(
+        path.suffix == ".bin",
+        f"{path} is none of the files known here: a GGUF file, an official Whisper .pt, a llama2.c "
+        ".bin. For other weights load the folder with its config.json.",
+    )
+    net, config, report = load_llama2c(path)
+    vocab = path.with_name("tokenizer.bin")
+    tokenizer = None
+    if vocab.is_file():
+        entries = read_llama2c_vocab(vocab)
+        tokenizer = from_llama2c([(_text(i, piece), s) for i, (piece, s) in enumerate(entries)])
+    return Model(net, config, tokenizer), report
+
+
+def _text(index: int, piece: bytes | str) -> str:
+    """A piece of llama2.c's vocabulary; its 256 bytes stand behind three special tokens."""
+    if isinstance(piece, str):
+        return piece
+    if 3 <= index < 259 and piece in (bytes([index - 3]), chr(index - 3).encode()):
+        return f"<0x{index - 3:02X}>"
+    return piece.decode("utf-8", "replace")
+
+
+def image_processor(model: Model) -> ImageProcessor:
+    """How pictures become this model's numbers, as its preprocessor_config.json says."""
+    return ImageProcessor.from_hf(model.companions.get("preprocessor_config.json", {}))
+
+
+def _read_whisper(path: Path) -> tuple[Model, Report]:
+    dims, theirs = read_whisper_pt(path)
+    config = from_openai(dims)
+    theirs = {name: tensor.float() for name, tensor in theirs.items()}
+    tensors, report = to_ours(theirs, openai_keys(config), depth(config))
+    net = assemble(config, tensors)
+    tokenizer = whisper_tokenizer(config.vocab_size, path.parent)
+    return Model(net, config, tokenizer), Report(report.became, report.dropped, dict(net.ties))
+
+
+def _tokenizer(folder: Path, model_type: str | None = None) -> Tokenizer | None:
+    if not any((folder / name).exists() for name in TOKENIZER_FILES):
+        return None
+    tokenizer = Tokenizer.load(folder, model_type)
+    limit = folder / "sentence_bert_config.json"  # sentence-transformers reads less than the model
+    if limit.exists():
+        tokenizer.max_len = read_json(inside(folder, limit.name)).get("max_seq_length")
+    return tokenizer
+
+
+def _companions(folder: Path) -> dict[str, Any]:
+    names = [name for name in COMPANIONS if name != "modules.json" and (folder / name).exists()]
+    return {name: read_json(inside(folder, name)) for name in names}

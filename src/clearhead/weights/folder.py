@@ -1,0 +1,175 @@
+"""A model's folder: config.json and model.safetensors, written whole or not at all, read with every
+check.
+
+config.json          {"format": "clearhead/1", "family": "gpt2", "config": {...}}
+model.safetensors    every parameter once (aliases are left out)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from clearhead.errors import ClearheadError, require
+from clearhead.models.base import Net
+from clearhead.models.family import FamilyConfig, family
+from clearhead.weights.convert import fill
+
+FORMAT = "clearhead/1"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+COMPANIONS = ("generation_config.json", "preprocessor_config.json", "modules.json")
+OWN_FILES = {
+    CONFIG,
+    WEIGHTS,
+    *COMPANIONS,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "target",
+    "1_Pooling",
+    "2_Normalize",
+}
+Beside = Callable[[Path], None]
+
+
+def save_model(
+    net: Net, config: FamilyConfig, folder: str | Path, beside: Beside | None = None
+) -> None:
+    """Write a model's folder; an existing one is replaced only when the new one is complete.
+
+    `beside` writes what belongs to the model (its tokeniser) into the same folder.
+    """
+    require(
+        not any(parameter.is_meta for parameter in net.parameters()),
+        'A model on the meta device has no weights to save: build it without device="meta".',
+    )
+    aliases = dict(net.ties)
+    tensors = {
+        name: parameter.detach().contiguous()
+        for name, parameter in net.named_parameters(remove_duplicate=False)
+        if name not in aliases
+    }
+    description = {"format": FORMAT, "family": config.kind, "config": config.to_dict()}
+    with whole_folder(folder, OWN_FILES) as new:
+        save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
+        if beside is not None:
+            beside(new)
+        (new / CONFIG).write_text(json.dumps(description, indent=2) + "\n")
+
+
+def load_model(folder: str | Path) -> tuple[Net, FamilyConfig]:
+    """The network and settings of a folder that `save_model` wrote."""
+    folder = Path(folder)
+    description = read_config(folder)
+    require(
+        description.get("format") == FORMAT,
+        f"{folder / CONFIG} is not a Clearhead model (its format is {description.get('format')!r}, "
+        f"not {FORMAT!r}).",
+    )
+    config = family(str(description.get("family"))).Config.from_dict(
+        description.get("config"), where=f"{folder.name}/{CONFIG}"
+    )
+    tensors = read_safetensors(folder / WEIGHTS)
+    return assemble(config, tensors), config
+
+
+def assemble(config: FamilyConfig, tensors: dict[str, Tensor]) -> Net:
+    """The network with these tensors as its parameters; made on the meta device, so nothing is
+    drawn or copied.
+    """
+    net = config.outline()
+    fill(net, tensors)
+    for module in net.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                setattr(module, name, torch.empty_like(buffer, device="cpu"))
+    net.reset_tables()
+    return net.eval()
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json as a table, or a clear error."""
+    require(folder.exists(), f"There is no model at {folder}: check the path.")
+    require(
+        folder.is_dir(), f"{folder} is a file; a model is a folder with {CONFIG} and {WEIGHTS}."
+    )
+    path = folder / CONFIG
+    require(path.is_file(), f"{folder} has no {CONFIG}: it is not a model's folder.")
+    try:
+        description = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise ClearheadError(
+            f"{path} cannot be read as JSON ({error}): the file is damaged."
+        ) from error
+    require(isinstance(description, dict), f"{path} is not a table of settings.")
+    return description
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a file, memory-mapped; a truncated or foreign file is refused before anything
+    is built.
+    """
+    require(path.is_file(), f"{path.parent} has no {path.name}: the weights are missing.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ClearheadError(
+            f"{path} is not a whole safetensors file ({error}): it is truncated, damaged or of "
+            "another format. "
+            "Copy or save it again."
+        ) from error
+
+
+@contextmanager
+def whole_folder(folder: str | Path, names: set[str]) -> Iterator[Path]:
+    """A new folder to write into, which takes the place of `folder` when the block ends without an
+    error.
+    """
+    folder = Path(folder).resolve()  # a link stays, and what it leads to is replaced
+    for path in (folder, *folder.parents):
+        require(
+            path.is_dir() or not path.exists(), f"{path} is a file: choose a folder to save to."
+        )
+    if folder.is_dir():
+        others = sorted(path.name for path in folder.iterdir() if path.name not in names)
+        require(
+            not others,
+            f"{folder} holds other things too ({', '.join(others[:5])}), which saving there would "
+            "delete: "
+            "choose another folder.",
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield new
+        os.chmod(new, 0o755)
+        _put_in_place(new, folder)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def _put_in_place(new: Path, folder: Path) -> None:
+    """`new` becomes `folder`; what stood there before is back if that fails."""
+    if not folder.is_dir():
+        new.rename(folder)
+        return
+    old = new.with_name(new.name + "-old")
+    try:
+        folder.rename(old)
+        new.rename(folder)
+    except BaseException:
+        if not folder.exists():
+            old.rename(folder)
+        raise
+    shutil.rmtree(old)

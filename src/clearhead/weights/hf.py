@@ -1,0 +1,208 @@
+"""A Hugging Face folder as one of our models, and back: their config in our words, their tensors
+under our names.
+
+Nothing in a folder is ever run: code that a config names (`auto_map`) is not looked at, pickles are
+read as data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from clearhead.errors import ClearheadError, did_you_mean, require
+from clearhead.layers.init import initialise
+from clearhead.models.base import Net
+from clearhead.models.family import FamilyConfig, family
+from clearhead.models.heads import PoolingConfig
+from clearhead.models.keys import Dropped, spelt_out
+from clearhead.weights.convert import Report, to_ours, to_theirs
+from clearhead.weights.files import inside, open_weights, read_json
+from clearhead.weights.folder import assemble, read_config
+
+# Their model_type -> our family.
+MODEL_TYPES: dict[str, str] = {
+    "gpt2": "gpt2",
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "llama",
+    "qwen3": "llama",
+    "bert": "bert",
+    "t5": "t5",
+    "gpt_neox": "gpt_neox",
+    "roberta": "roberta",
+    "distilbert": "distilbert",
+    "bart": "bart",
+    "marian": "bart",
+    "vit": "vit",
+    "clip": "clip",
+    "whisper": "whisper",
+}
+
+
+def load_hf(folder: str | Path, **changes: Any) -> tuple[Net, FamilyConfig, Report]:
+    """The network, its settings, and what became of every key.
+
+    `changes` are made to the settings; with another `head` than the file's the new one is drawn
+    anew.
+    """
+    folder = Path(folder)
+    hf = read_config(folder)
+    module = family_of(hf, folder)
+    theirs = open_weights(folder)
+    own = hf_config(hf, theirs.keys(), folder)
+    config = own.changed(**(_sentence_head(folder) | changes))
+    replaced = getattr(config, "head", None) != getattr(own, "head", None)
+    theirs, gone = _without_head(theirs, module, own, config) if replaced else (theirs, {})
+    tensors, report = to_ours(theirs, module.keys(config), depth(config), module.PREFIX)
+    tensors = {name: tensor.float() for name, tensor in tensors.items() if _number(name, tensor)}
+    new = _new_head(config, tensors) if replaced else {}
+    net = assemble(config, tensors | new)
+    return (
+        net,
+        config,
+        replace(report, dropped=report.dropped | gone, tied=dict(net.ties), new=tuple(new)),
+    )
+
+
+def hf_config(hf: Mapping[str, Any], names: Collection[str], folder: Path) -> FamilyConfig:
+    """Their config in our words, checked; `names` are the keys of the weights."""
+    module = family_of(hf, folder)
+    try:
+        config: FamilyConfig = module.from_hf(hf, names)
+    except KeyError as error:
+        raise ClearheadError(
+            f"{folder}/config.json lacks {error}, which a {hf['model_type']} must say."
+        ) from error
+    except (TypeError, AttributeError) as error:
+        raise ClearheadError(
+            f"{folder}/config.json has a setting of the wrong type ({error})."
+        ) from error
+    config = type(config).from_dict(config.to_dict(), where=f"{folder.name}/config.json")
+    # Before anything is built: a layer has at least one tensor.
+    require(
+        depth(config) <= max(len(names), 1),
+        f"{folder}/config.json says {depth(config)} layers, but the weights are only {len(names)} "
+        "tensors: the two do not belong together.",
+    )
+    return config
+
+
+def family_of(hf: Mapping[str, Any], folder: Path) -> ModuleType:
+    """Our family for their model_type."""
+    kind = str(hf.get("model_type"))
+    if kind not in MODEL_TYPES:
+        code = " It names code of its own, which is never run." if hf.get("auto_map") else ""
+        raise ClearheadError(
+            f'{folder} holds a "{kind}", which is not supported.{did_you_mean(kind, MODEL_TYPES)} '
+            f"Supported: {', '.join(MODEL_TYPES)}.{code}"
+        )
+    require(
+        not hf.get("quantization_config"),
+        f"{folder} holds quantised weights ({hf.get('quantization_config')}): load the original, "
+        "unquantised "
+        "folder, or a GGUF file.",
+    )
+    return family(MODEL_TYPES[kind])
+
+
+def depth(config: FamilyConfig) -> int:
+    """The number of layers that a key table must be spelt out for."""
+    return max(config.n_layers, getattr(config, "n_decoder_layers", None) or 0)
+
+
+def to_hf(net: Net, config: FamilyConfig) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Their config and their tensors, or a sentence that says why there are none."""
+    module = family(config.kind)
+    require(
+        hasattr(module, "to_hf"),
+        f"The family {config.kind} has no architecture in transformers. Save it in our own layout "
+        "with "
+        "model.save(folder).",
+    )
+    hf = module.to_hf(config)
+    aliases = dict(net.ties)
+    ours = {
+        name: parameter.detach()
+        for name, parameter in net.named_parameters(remove_duplicate=False)
+        if name not in aliases
+    }
+    theirs = to_theirs(ours, module.keys(config), depth(config))
+    bare = hf["architectures"][0].endswith("Model")
+    prefix = module.PREFIX if bare else ""
+    return hf, {name.removeprefix(prefix): t.contiguous() for name, t in theirs.items()}
+
+
+def _number(name: str, tensor: Tensor) -> bool:
+    require(
+        tensor.is_floating_point(),
+        f"{name} holds {tensor.dtype} and not floating-point numbers: the weights are quantised or "
+        "damaged.",
+    )
+    return True
+
+
+def _sentence_head(folder: Path) -> dict[str, Any]:
+    """The pooling of a sentence-transformers folder, if it is one."""
+    if not (folder / "modules.json").exists():
+        return {}
+    modules = read_json(inside(folder, "modules.json"))
+    kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
+    paths = [str(module.get("path", "")) for module in modules]
+    unknown = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
+    require(not unknown, f"{folder} has the modules {unknown}, which are not supported.")
+    if "Pooling" not in kinds:
+        return {}
+    home = folder / inside_folder(paths[kinds.index("Pooling")])
+    said = read_json(inside(home, "config.json"))
+    modes = {"cls_token": "first", "mean_tokens": "mean", "max_tokens": "max", "lasttoken": "last"}
+    asked = [ours for theirs, ours in modes.items() if said.get(f"pooling_mode_{theirs}")]
+    require(
+        len(asked) == 1, f"{home} asks for the poolings {asked}: one is supported, not several."
+    )
+    return {"head": PoolingConfig(asked[0], normalise="Normalize" in kinds)}  # type: ignore[arg-type]
+
+
+def inside_folder(name: str) -> str:
+    """The name of a folder directly inside another one."""
+    require(
+        Path(name).name == name and name not in (".", ".."), f'"{name}" leads out of the folder.'
+    )
+    return name
+
+
+def _without_head(
+    theirs: dict[str, Tensor], module: ModuleType, own: FamilyConfig, config: FamilyConfig
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Their tensors without those of a head that was replaced by another."""
+    old, new = (spelt_out(module.keys(c), depth(own)) for c in (own, config))
+    gone = {}
+    for name in theirs:
+        key = name if name in old else module.PREFIX + name
+        rule = old.get(key)
+        of_head = rule is not None and any(part.startswith("head.") for part in rule.ours)
+        if of_head and (key not in new or isinstance(new[key], Dropped)):
+            gone[name] = "of the file's own head, which was replaced"
+    return {name: t for name, t in theirs.items() if name not in gone}, gone
+
+
+def _new_head(config: FamilyConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Drawn anew: the parameters of a head that the file does not have."""
+    net: Any = config.outline()
+    aliases = dict(net.ties)
+    missing = [
+        name
+        for name, _ in net.named_parameters(remove_duplicate=False)
+        if name.startswith("head.") and name not in tensors and name not in aliases
+    ]
+    if not missing:
+        return {}
+    head = net.head.to_empty(device="cpu")
+    initialise(head, config.init)
+    parameters = {f"head.{name}": p.detach() for name, p in head.named_parameters()}
+    return {name: parameters[name] for name in missing}

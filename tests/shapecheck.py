@@ -1,0 +1,7 @@
+"""The checker of signatures under test: beartype, where a whole number may stand for a float (PEP
+484).
+"""
+
+from beartype import BeartypeConf, beartype
+
+typed = beartype(conf=BeartypeConf(is_pep484_tower=True))
