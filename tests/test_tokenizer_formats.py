@@ -1,18 +1,21 @@
 """Tokenisers read from every format give the ids that transformers and sentencepiece give; damaged
 files are clear errors.
 
-The vocabularies are tiny and made here. Real ones are used where CLEARHEAD_WEIGHTS (or /tmp/weights)
-has them.
+The vocabularies are tiny and made here. Real ones are used where CLEARHEAD_WEIGHTS (or
+/tmp/weights) has them.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
+import itertools
 import json
 import os
 import random
 import struct
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -20,9 +23,14 @@ import sentencepiece
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
-from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+    GGUF_PRE_TOKENIZER_SPLITS,
+    convert_gguf_tokenizer,
+    get_gguf_tokenizer,
+)
+from transformers.integrations.gguf.reader import read_gguf_metadata
 from transformers.tokenization_utils_base import generate_merges
 
 from clearhead.errors import ClearheadError
@@ -74,7 +82,7 @@ LINES = [
     line
     for chapter in range(30)
     for line in (
-        f"Chapter {chapter}: the hill behind the harbour was green in the evening of {1900 + chapter}.",
+        f"Chapter {chapter}: the hill behind the harbour was green in the year {1900 + chapter}.",
         "She said that she would rather walk than wait, and didn't look back at the town.",
         "naïve café Ünïcödé, 日本語テキスト 漢字, привет мир, 😀 emoji, ½ of it.",
         f"def function_{chapter}(value): return value * {chapter} + offset[{chapter % 7}]  # note",
@@ -167,13 +175,13 @@ def vocab_and_merges(backend: Backend) -> dict[str, object]:
     return {"vocab__json": model["vocab"], "merges__txt": merges}
 
 
-def train_spm(**options: object) -> bytes:
+def train_spm(lines: list[str] = LINES, **options: object) -> bytes:
     out = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(LINES),
+        sentence_iterator=iter(lines),
         model_writer=out,
         minloglevel=2,
-        **({"vocab_size": 400, "character_coverage": 0.999} | options),
+        **({"vocab_size": 400, "hard_vocab_limit": False} | options),
     )
     return out.getvalue()
 
@@ -241,10 +249,10 @@ def test_vocab_txt_alone_is_enough(wordpiece, tmp_path):
 
 # -- byte-level BPE
 
-MASK = {"content": "<mask>", "lstrip": True, "rstrip": False, "normalized": False}
+MASK = {"content": "<mask>", "lstrip": True, "normalized": False, "__type": "AddedToken"}
 BYTE_LEVEL = {
     "gpt2": ("GPT2Tokenizer", {"add_bos_token": True}),
-    "roberta": ("RobertaTokenizer", {"mask_token": MASK | {"__type": "AddedToken"}}),
+    "roberta": ("RobertaTokenizer", {"mask_token": MASK}),
     "bart": ("BartTokenizer", {"mask_token": MASK, "add_prefix_space": True}),
     "qwen2": ("Qwen2Tokenizer", {"additional_special_tokens": ["<unk>", "<mask>"]}),
     "gpt_neox": ("GPTNeoXTokenizer", {"pad_token": "<pad>"}),
@@ -291,7 +299,7 @@ def test_the_family_is_found_from_the_model_or_the_vocabulary(byte_level, clip, 
     write(folder, config__json={"model_type": "gpt2"})
     assert Tokenizer.load(folder).encode("hill") == told.encode("hill")
     assert Tokenizer.load(write(tmp_path / "b", **clip)).roles["bos"] == "<|startoftext|>"
-    with pytest.raises(ClearheadError, match='"robreta" .* Did you mean "roberta"'):
+    with pytest.raises(ClearheadError, match=r'"robreta" .* Did you mean "roberta"'):
         Tokenizer.load(folder, model_type="robreta")
 
 
@@ -351,7 +359,7 @@ def test_a_t5_model_is_sentencepieces(t5_model, tmp_path):
 
 @pytest.mark.parametrize("legacy", [None, False])
 def test_a_llama_model_is_sentencepieces(llama_model, legacy, tmp_path):
-    """Exactly, as the model was trained; or as transformers has it where the file says "legacy": false."""
+    """Exactly, as the model was trained; or as transformers has it where a file says so."""
     config = {"tokenizer_class": "LlamaTokenizer"}
     config |= {} if legacy is None else {"legacy": legacy}
     folder = write(tmp_path / "llama", tokenizer__model=llama_model, tokenizer_config__json=config)
@@ -379,7 +387,12 @@ def test_a_llama_model_is_sentencepieces(llama_model, legacy, tmp_path):
         {"model_type": "unigram", "byte_fallback": True, "vocab_size": 600},
         {"model_type": "unigram", "normalization_rule_name": "nfkc_cf"},
         {"model_type": "unigram", "split_by_whitespace": False},
-        {"model_type": "bpe", "add_dummy_prefix": False, "remove_extra_whitespaces": False},
+        {
+            "model_type": "bpe",
+            "add_dummy_prefix": False,
+            "remove_extra_whitespaces": False,
+            "normalization_rule_name": "identity",
+        },
     ],
     ids=["bpe", "bytes", "folded", "over words", "no prefix"],
 )
@@ -402,8 +415,8 @@ def test_user_defined_pieces_are_never_cut(tmp_path):
 
 @pytest.fixture(scope="session")
 def marian(tmp_path_factory) -> Path:
-    source = train_spm(model_type="unigram", vocab_size=300)
-    target = train_spm(model_type="unigram", vocab_size=350, character_coverage=1.0)
+    source = train_spm([*LINES[::4], *LINES[1::4]], model_type="unigram", vocab_size=300)
+    target = train_spm([*LINES[1::4], *LINES[2::4]], model_type="unigram", vocab_size=200)
     pieces = set()
     for data in (source, target):
         spm = sentencepiece.SentencePieceProcessor(model_proto=data)
@@ -464,7 +477,7 @@ def test_the_files_beside_a_tokenizer_json_are_honoured(byte_level, tmp_path):
         tmp_path / "m",
         tokenizer__json=backend.to_str(),
         tokenizer_config__json={
-            "eos_token": {"content": "<|endoftext|>", "lstrip": False},
+            "eos_token": {"content": "<|endoftext|>", "__type": "AddedToken"},
             "pad_token": "[PAD]",
             "model_max_length": 1e30,
             "chat_template": [
@@ -475,19 +488,27 @@ def test_the_files_beside_a_tokenizer_json_are_honoured(byte_level, tmp_path):
             "added_tokens_decoder": {str(size + 1): {"content": "<new>", "special": False}}
             | {str(size): {"content": "[PAD]", "special": True}},
         },
-        special_tokens_map__json={"bos_token": "<s>", "eos_token": "<unk>"},
+        special_tokens_map__json={"bos_token": "<s>", "eos_token": "<unk>"},  # out of date
         generation_config__json={"eos_token_id": [5, 3]},
     )
     ours = Tokenizer.load(folder)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     same(ours.encode, theirs.encode, [*TRICKY, *SPECIAL, "a<new>b[PAD]", "x " * 50])
-    assert ours.roles == {"eos": "<|endoftext|>", "pad": "[PAD]", "bos": "<s>"}
+    assert ours.roles == {"eos": "<|endoftext|>", "pad": "[PAD]"}
     assert ours.pad_id == size == theirs.pad_token_id
     assert ours.vocab_size == size + 2
     assert ours.eos_ids == (5, 3)
     assert ours.max_len is None
     assert ours.chat([{"role": "user", "content": "x"}]) == "user"
     assert "<new>" in ours.decode(ours.encode("a<new>"))
+    config = {"eos_token": "<unk>", "pad_token": "<pad>"}
+    added = {"[PAD]": size, "<new>": size + 1}
+    write(folder, tokenizer_config__json=config, added_tokens__json=added)
+    write(folder, special_tokens_map__json={"bos_token": "<s>", "eos_token": {"content": "</s>"}})
+    ours, theirs = Tokenizer.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    assert ours.roles == {"bos": "<s>", "eos": "</s>", "pad": "<pad>"}
+    assert (ours.bos_id, ours.eos_id) == (theirs.bos_token_id, theirs.eos_token_id)
+    same(ours.encode, theirs.encode, [*TRICKY, *SPECIAL, "a<new>b[PAD]"])
     write(folder, chat_template__jinja="{{ messages[0].content }}")
     assert Tokenizer.load(folder).chat([{"role": "user", "content": "x"}]) == "x"
 
@@ -515,7 +536,7 @@ def test_text_is_cut_as_transformers_cuts_it_for_gguf(name):
     theirs = Backend(models.BPE())
     theirs.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(__import__("tokenizers").Regex(pattern), "isolated"),
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -544,7 +565,6 @@ def test_digits_are_parted_where_the_name_says_so():
 
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2", "default"])
 def test_byte_level_goes_through_gguf(byte_level, pre):
-    ours = Tokenizer.load  # noqa: F841 - the name is explained below
     vocab = byte_level["vocab__json"]
     tokens = sorted(vocab, key=vocab.__getitem__)
     types = [3 if token.startswith("<") and token.endswith(">") else 1 for token in tokens]
@@ -568,9 +588,7 @@ def test_byte_level_goes_through_gguf(byte_level, pre):
     same(
         lambda text: tokenizer.decode(tokenizer.encode(text), special=True),
         lambda text: "<s>" + text,
-        [text for text in TRICKY + SPECIAL if pre != "qwen2" or "\u0301" not in text][:20]
-        if pre != "qwen2"
-        else ["In 1234, x", "日本語"],
+        [text for text in TRICKY if pre != "qwen2" or unicodedata.is_normalized("NFC", text)],
     )
     written = gguf_metadata(tokenizer)
     assert written | {"tokenizer.ggml.add_eos_token": None} == metadata | {
@@ -594,7 +612,7 @@ def llama2c(entries: list[tuple[str, float]], text: str) -> list[int]:
         tokens += [ids[letter]] if letter in ids else [byte + 3 for byte in letter.encode()]
     while True:
         best, where, which = -1e10, -1, -1
-        for place, (a, b) in enumerate(zip(tokens, tokens[1:], strict=False)):
+        for place, (a, b) in enumerate(itertools.pairwise(tokens)):
             merged = ids.get(entries[a][0] + entries[b][0])
             if merged is not None and entries[merged][1] > best:
                 best, where, which = entries[merged][1], place, merged
@@ -844,10 +862,8 @@ def test_a_model_with_changed_bytes_is_read_or_refused(llama_model, data):
     changed = bytearray(llama_model)
     for _ in range(data.draw(st.integers(1, 6))):
         changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
-    try:
+    with contextlib.suppress(ClearheadError):
         parse_model(bytes(changed[: data.draw(st.integers(0, len(changed)))]))
-    except ClearheadError:
-        pass
 
 
 GGUF = {
@@ -918,6 +934,7 @@ def needs(path: str):
 
 
 @needs("minilm/tokenizer.json")
+@pytest.mark.usefixtures("unchecked")
 def test_minilm_in_both_its_formats(tmp_path):
     theirs = transformers.AutoTokenizer.from_pretrained(WEIGHTS / "minilm")
     ours = Tokenizer.load(WEIGHTS / "minilm")
@@ -929,6 +946,7 @@ def test_minilm_in_both_its_formats(tmp_path):
 
 
 @needs("stories15m/tokenizer.bin")
+@pytest.mark.usefixtures("unchecked")
 def test_stories_begin_as_llama_2_writes_them():
     data, at, entries = (WEIGHTS / "stories15m/tokenizer.bin").read_bytes(), 4, []
     while at < len(data):
@@ -941,25 +959,24 @@ def test_stories_begin_as_llama_2_writes_them():
 
 
 @needs("smollm2/*.gguf")
+@pytest.mark.usefixtures("unchecked")
 def test_smollm2_from_its_gguf():
-    from transformers.integrations.gguf.reader import read_gguf_metadata
-
     (path,) = WEIGHTS.glob("smollm2/*.gguf")
     names = ("tokens", "merges", "token_type")
     metadata, _ = read_gguf_metadata(str(path), tuple(f"tokenizer.ggml.{name}" for name in names))
     ours = from_gguf(metadata)
-    theirs = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    theirs, _ = convert_gguf_tokenizer(*get_gguf_tokenizer(str(path))[:2])
     digits = [text for text in TRICKY if "Ⅷ" not in text]  # which theirs does not part
-    same(ours.encode, theirs.encode, digits + SPECIAL)
-    messages = [{"role": "user", "content": "Hello"}]
-    text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert ours.chat(messages) == text
+    same(ours.encode, lambda text: theirs.encode(text).ids, digits + SPECIAL)
+    text = ours.chat([{"role": "user", "content": "Hello"}])
+    assert text.endswith("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
     assert ours.encode(text, special=False)[:2] == [ours.id("<|im_start|>"), 9690]
     written = gguf_metadata(ours)
     assert all(written[key] == metadata[key] for key in written if key in metadata)
 
 
 @needs("whisper/gpt2.tiktoken")
+@pytest.mark.usefixtures("unchecked")
 def test_whispers_vocabulary_is_gpt_2s(tmp_path):
     ours = whisper_tokenizer(51864, WEIGHTS / "whisper")
     assert ours.encode("Hello world", special=False) == [15496, 995]

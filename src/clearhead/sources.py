@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from clearhead.errors import ClearheadError, require
+from clearhead.errors import require
 from clearhead.media.image import ImageProcessor
 from clearhead.model import Model
 from clearhead.models.whisper import from_openai, openai_keys
@@ -18,7 +18,7 @@ from clearhead.text.foreign import from_gguf, from_llama2c
 from clearhead.text.tiktoken import whisper_tokenizer
 from clearhead.text.tokenizer import Tokenizer
 from clearhead.weights.convert import Report, to_ours
-from clearhead.weights.files import inside, read_json
+from clearhead.weights.files import file_kind, inside, read_json, single_file
 from clearhead.weights.folder import COMPANIONS, CONFIG, FORMAT, assemble, load_model, read_config
 from clearhead.weights.gguf import load_gguf
 from clearhead.weights.hf import depth, load_hf
@@ -39,14 +39,7 @@ TOKENIZER_FILES = (
 def read_folder(folder: Path, **changes: Any) -> tuple[Model, Report]:
     """A folder that `save` wrote, a Hugging Face folder, or one with a single model file."""
     if folder.is_dir() and not (folder / CONFIG).exists():
-        files = [p for kind in ("*.gguf", "*.pt", "*.bin") for p in sorted(folder.glob(kind))]
-        files = [p for p in files if p.name != "tokenizer.bin"]
-        require(
-            len(files) == 1,
-            f"{folder} has no {CONFIG}, so it is not a model's folder"
-            + (f"; of its files name one: {', '.join(p.name for p in files)}." if files else "."),
-        )
-        return read_file(files[0])
+        return read_file(single_file(folder))
     description = read_config(folder)
     if description.get("format") == FORMAT:
         net, config = load_model(folder)
@@ -71,23 +64,13 @@ def read_folder(folder: Path, **changes: Any) -> tuple[Model, Report]:
 
 def read_file(path: Path) -> tuple[Model, Report]:
     """A GGUF file, an official Whisper .pt or a llama2.c .bin; told apart by what is in it."""
-    with path.open("rb") as file:
-        start = file.read(4)
-    if start == b"GGUF":
+    kind = file_kind(path)
+    if kind == "gguf":
         net, config, report, gguf = load_gguf(path)
         has = "tokenizer.ggml.model" in gguf.metadata
         return Model(net, config, from_gguf(gguf.metadata) if has else None), report
-    if start[:2] == b"PK" or path.suffix == ".pt":
+    if kind == "whisper":
         return _read_whisper(path)
-    if path.suffix == ".safetensors" or path.name == CONFIG:
-        raise ClearheadError(
-            f"{path} is a part of a model: load the folder, {path.parent}, which has {CONFIG} too."
-        )
-    require(
-        path.suffix == ".bin",
-        f"{path} is none of the files known here: a GGUF file, an official Whisper .pt, a llama2.c "
-        ".bin. For other weights load the folder with its config.json.",
-    )
     net, config, report = load_llama2c(path)
     vocab = path.with_name("tokenizer.bin")
     tokenizer = None

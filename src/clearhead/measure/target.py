@@ -9,23 +9,30 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from clearhead.errors import ClearheadError, did_you_mean, require
+from clearhead.errors import ClearheadError
 from clearhead.models.family import FAMILIES, FamilyConfig, family
 from clearhead.models.presets import PRESETS, resolve
+from clearhead.models.whisper import from_openai
+from clearhead.weights.files import file_kind, single_file
 from clearhead.weights.folder import FORMAT, WEIGHTS, read_config
-from clearhead.weights.hf import MODEL_TYPES
+from clearhead.weights.gguf import describe_gguf
+from clearhead.weights.hf import hf_config
+from clearhead.weights.llama2c import load_llama2c
+from clearhead.weights.pickles import read_whisper_pt
 
 INDEX = f"{WEIGHTS}.index.json"
 LONGEST_HEADER = 100 * 2**20  # what the safetensors library allows
 
+_KINDS = {"gguf": "GGUF file", "whisper": "Whisper file", "llama2c": "llama2.c file"}
 TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+NAMES = {getattr(torch, theirs): ours for ours, theirs in TYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -56,8 +63,8 @@ class Target:
 
     name: str
     """As it was given."""
-    kind: Literal["preset", "family", "folder", "Hugging Face folder"]
-    """What the name is."""
+    kind: str
+    """What the name is: preset, family, folder, Hugging Face folder, or which kind of file."""
     config: FamilyConfig
     """Its settings."""
     weights: Weights | None = None
@@ -71,10 +78,37 @@ def find(name: str) -> Target:
     if name in FAMILIES:
         return Target(name, "family", resolve(name))
     path = Path(name).expanduser()
+    if path.is_dir() and not (path / "config.json").exists():
+        path = single_file(path)
+    if path.is_file():
+        return _in_file(name, path)
     if path.exists() or "/" in name or "\\" in name:
         return _in_folder(name, path)
     config = resolve(name)  # raises, with the nearest name
     return Target(name, "preset", config)
+
+
+def _in_file(name: str, path: Path) -> Target:
+    """A model in one file. Only its settings are read: tensors stay mapped and undecoded."""
+    kind = file_kind(path)
+    numbers: Counter[str] = Counter()
+    if kind == "gguf":
+        config, file = describe_gguf(path)
+        for found in file.tensors.values():
+            numbers[found.kind] += math.prod(found.shape)
+        count = len(file.tensors)
+    else:
+        if kind == "whisper":
+            dims, tensors = read_whisper_pt(path)
+            config = from_openai(dims)
+        else:
+            net, config, _ = load_llama2c(path)
+            tensors = dict(net.named_parameters())
+        for tensor in tensors.values():
+            numbers[NAMES.get(tensor.dtype, str(tensor.dtype))] += tensor.numel()
+        count = len(tensors)
+    weights = Weights((path.name,), (), path.stat().st_size, count, dict(numbers))
+    return Target(name, _KINDS[kind], config, weights)
 
 
 def _in_folder(name: str, folder: Path) -> Target:
@@ -85,23 +119,7 @@ def _in_folder(name: str, folder: Path) -> Target:
         where = f"{folder.name}/config.json"
         config = family(str(description.get("family"))).Config.from_dict(settings, where=where)
         return Target(name, "folder", config, weights)
-    return Target(name, "Hugging Face folder", _from_hf(folder, description, names), weights)
-
-
-def _from_hf(folder: Path, hf: dict[str, Any], names: Collection[str]) -> FamilyConfig:
-    kind = str(hf.get("model_type"))
-    require(
-        kind in MODEL_TYPES,
-        f'{folder} holds a "{kind}", which is not supported.{did_you_mean(kind, MODEL_TYPES)} '
-        f"Supported: {', '.join(MODEL_TYPES)}.",
-    )
-    try:
-        return family(MODEL_TYPES[kind]).from_hf(hf, names)
-    except KeyError as error:
-        raise ClearheadError(
-            f"{folder}/config.json lacks {error}, which a {kind} needs: the file is damaged or of "
-            "another version."
-        ) from error
+    return Target(name, "Hugging Face folder", hf_config(description, names, folder), weights)
 
 
 def read_headers(folder: Path) -> tuple[tuple[str, ...], Weights | None]:

@@ -195,7 +195,7 @@ def from_hf(hf: Mapping[str, Any], names: Collection[str]) -> Config:
         max_len=hf["max_position_embeddings"],
         position=RopeConfig(_theta(hf), 1.0, rope_scaling(hf)),
         variant=Variant(
-            head_dim=hf_value(hf, "head_dim"),
+            head_dim=_head_dim(hf),
             window=_window(hf),
             qkv_bias=kind == "qwen2" or bool(hf_value(hf, "attention_bias", default=False)),
             qk_norm=kind == "qwen3",
@@ -297,6 +297,12 @@ def _window(hf: Mapping[str, Any]) -> int | None:
         "supported here.",
     )
     return window if kinds == {"sliding_attention"} else None
+
+
+def _head_dim(hf: Mapping[str, Any]) -> int | None:
+    """Their width of a head; None where it is the usual one, whether they say so or not."""
+    width, heads = hf_value(hf, "head_dim"), hf["num_attention_heads"]
+    return None if width is not None and width * heads == hf["hidden_size"] else width
 
 
 def _rope(hf: Mapping[str, Any]) -> Mapping[str, Any]:

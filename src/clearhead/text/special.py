@@ -71,19 +71,22 @@ class SideFiles:
 def read_side_files(folder: Path, model_type: str | None = None) -> SideFiles:
     """All files beside the vocabulary; each of them may be missing."""
     config = read_table(folder / "tokenizer_config.json")
-    older = read_table(folder / "special_tokens_map.json")
+    # As in transformers: these two count only in folders from before added_tokens_decoder.
+    newer = "added_tokens_decoder" in config
+    older = {} if newer else read_table(folder / "special_tokens_map.json")
+    ids = {} if newer else read_table(folder / "added_tokens.json")
     model = read_table(folder / "config.json")
     generation = read_table(folder / "generation_config.json")
     roles = {}
     for role in ROLES:
-        value = config.get(f"{role}_token") or older.get(f"{role}_token")
+        value = older.get(f"{role}_token") or config.get(f"{role}_token")
         if value:
             roles[role] = added_token(value, f"{role}_token", special=True)
     return SideFiles(
         config=config,
         roles=roles,
         extra=_extra_tokens(config, older),
-        added=_added_tokens(config, read_table(folder / "added_tokens.json"), roles),
+        added=_added_tokens(config, ids, roles),
         model_type=model_type or str(model.get("model_type") or ""),
         eos_ids=_eos_ids(config.get("eos_ids"), generation, model),
         role_ids={
@@ -159,10 +162,11 @@ def _added_tokens(
         found[int(key)] = added_token(value, f"added_tokens_decoder[{key}]", special=False)
     for name, id in ids.items():
         require(
-            type(id) is int and id >= 0,
+            type(id) is int and id >= 0 and name != "",
             f'added_tokens.json gives "{name}" the id {id!r}: an id is a whole number from 0.',
         )
-        found.setdefault(id, added_token(name, "added_tokens.json", special=name in special))
+        ours = name in special
+        found[id] = AddedToken(name, special=ours, normalized=not ours)
     return found
 
 

@@ -11,6 +11,7 @@ import torch
 from clearhead.errors import ClearheadError, require
 from clearhead.models.base import Net
 from clearhead.models.family import FamilyConfig
+from clearhead.models.heads import PoolingConfig
 
 
 @torch.inference_mode()
@@ -58,6 +59,8 @@ def _inputs(net: Any, config: Any) -> tuple[dict[str, Any], torch.Tensor]:
         pixels = _pixels(config, dice)
         return {"pixel_values": pixels}, net(pixels)
     words = ids(min(16, config.max_len))
+    if isinstance(getattr(config, "head", None), PoolingConfig) and not config.head.dense:
+        return {"input_ids": words}, net.encode(words).x  # the pooling is not part of transformers
     return {"input_ids": words}, net(words)
 
 
@@ -72,9 +75,5 @@ def _first(out: Any, net: Any) -> torch.Tensor:
     for name in ("logits", "logits_per_text", "prediction_logits"):
         if getattr(out, name, None) is not None:
             return getattr(out, name)
-    pooled = getattr(net.head, "dense", None) is not None if net.head is not None else False
-    if net.head is not None and not pooled:
-        raise ClearheadError(
-            "This model's pooling is not part of transformers: nothing to compare."
-        )
+    pooled = getattr(net.head, "dense", None) is not None
     return out.pooler_output if pooled else out.last_hidden_state

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -36,6 +36,38 @@ def open_weights(folder: Path) -> dict[str, Tensor]:
     raise ClearheadError(
         f"{folder} has no weights: looked for {WEIGHTS}, {INDEX}, {PICKLE} and {PICKLE_INDEX}."
     )
+
+
+def single_file(folder: Path) -> Path:
+    """The one model file of a folder that has no config.json: GGUF, Whisper .pt, llama2.c .bin."""
+    files = [p for kind in ("*.gguf", "*.pt", "*.bin") for p in sorted(folder.glob(kind))]
+    files = [p for p in files if p.name != "tokenizer.bin"]
+    require(
+        len(files) == 1,
+        f"{folder} has no config.json, so it is not a model's folder"
+        + (f"; of its files name one: {', '.join(p.name for p in files)}." if files else "."),
+    )
+    return files[0]
+
+
+def file_kind(path: Path) -> Literal["gguf", "whisper", "llama2c"]:
+    """Which of the model files this is, by what is in it."""
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start == b"GGUF" or path.suffix == ".gguf":
+        return "gguf"
+    if start[:2] == b"PK" or path.suffix == ".pt":
+        return "whisper"
+    require(
+        path.suffix != ".safetensors" and path.suffix != ".json",
+        f"{path} is a part of a model: name its folder, {path.parent}, which has config.json too.",
+    )
+    require(
+        path.suffix == ".bin",
+        f"{path} is none of the files known here: a GGUF file, an official Whisper .pt, a llama2.c "
+        ".bin. For other weights name the folder with its config.json.",
+    )
+    return "llama2c"
 
 
 def inside(folder: Path, name: str) -> Path:

@@ -26,10 +26,24 @@ from clearhead.weights.gguf_file import GGUF, GGUFTensor, read_gguf
 from clearhead.weights.gguf_quant import KINDS, NUMBERS, SUPPORTED
 from clearhead.weights.gguf_write import write_gguf
 
-__all__ = ["GGUF", "GGUFTensor", "export_gguf", "load_gguf", "read_gguf", "write_gguf"]
+__all__ = [
+    "GGUF",
+    "GGUFTensor",
+    "describe_gguf",
+    "export_gguf",
+    "load_gguf",
+    "read_gguf",
+    "write_gguf",
+]
 
 StoredAs = Literal["f32", "f16", "q8_0"]
 _FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7}  # llama.cpp's numbers for general.file_type
+
+
+def describe_gguf(path: str | Path) -> tuple[FamilyConfig, GGUF]:
+    """The settings of a file's model and the file itself, without decoding a tensor."""
+    file = read_gguf(path)
+    return read_config(file, _architecture(file)), file
 
 
 def load_gguf(path: str | Path) -> tuple[Net, FamilyConfig, Report, GGUF]:

@@ -133,7 +133,9 @@ def to_hf(net: Net, config: FamilyConfig) -> tuple[dict[str, Any], dict[str, Ten
         if name not in aliases
     }
     theirs = to_theirs(ours, module.keys(config), depth(config))
-    bare = hf["architectures"][0].endswith("Model")
+    # A model without a head of transformers' own is saved without the name of its body.
+    head = getattr(config, "head", "none of the choices")
+    bare = head is None or isinstance(head, PoolingConfig)
     prefix = module.PREFIX if bare else ""
     return hf, {name.removeprefix(prefix): t.contiguous() for name, t in theirs.items()}
 
