@@ -214,6 +214,7 @@ def sentence(out: Any, case: Case) -> Tensor:
 
 POOLER = {"kind": "pooling", "mode": "first", "dense": True}
 SENTENCE = {"kind": "pooling", "mode": "mean", "normalise": True}
+SEQ2SEQ_CLASSES = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
 POOLER_KEYS = frozenset({"pooler.dense.weight", "pooler.dense.bias"})
 
 
@@ -245,6 +246,11 @@ class Row:
     """Writes what belongs beside the weights."""
     check: bool = False
     """Whether `clearhead import --check` is tried as well."""
+
+    @property
+    def generates(self) -> bool:
+        """Whether it makes one token after the other."""
+        return self.auto in ("AutoModelForCausalLM", *SEQ2SEQ_CLASSES)
 
     def __str__(self) -> str:
         return self.name
@@ -435,7 +441,9 @@ def _roberta_row(kind: str, model: type, **more: Any) -> Row:
 
 
 def _distilbert_row(kind: str, model: type, **more: Any) -> Row:
-    return _both_ways("distilbert", kind, lambda: _distilbert(model, **_labels(kind)), False, **more)
+    return _both_ways(
+        "distilbert", kind, lambda: _distilbert(model, **_labels(kind)), False, **more
+    )
 
 
 ROWS = [

@@ -21,7 +21,7 @@ from torch import Tensor
 import clearhead as ch
 from architectures import ROWS, Case, Row, randomise
 from clearhead.cli import main as cli
-from clearhead.models.base import Decoder, EncoderDecoder
+from clearhead.models.base import EncoderDecoder
 from clearhead.models.family import FAMILIES, family
 from clearhead.models.llama import heads as llama_heads
 from clearhead.weights.convert import Report, to_ours, to_theirs
@@ -149,14 +149,10 @@ def test_ragged_batches(row, side, how, tmp_path_factory):
     close(ours(pair.model, case), theirs(pair.hf, case, row))
 
 
-def test_cached_is_uncached_at_every_step(pair):
+@pytest.mark.parametrize("row", [row for row in ROWS if row.generates], ids=str)
+def test_cached_is_uncached_at_every_step(row, tmp_path_factory):
+    pair = pair_of(row, tmp_path_factory)
     net: Any = pair.model.net
-    if not isinstance(net, Decoder | EncoderDecoder) or _head(pair.model) not in (
-        "lm",
-        "t5_lm",
-        "none",
-    ):
-        pytest.skip("it does not generate")
     case = pair.row.feed.whole()
     with torch.no_grad():
         expected = net(*case.ours)
@@ -289,6 +285,41 @@ def test_half_precision_files_are_read_as_fp32(pair, tmp_path):
     again = ch.load(tmp_path, head=pair.row.head)
     for name, tensor in weights(pair.model).items():
         assert weights(again)[name].equal(tensor.half().float()), name
+
+
+OLD_KEYS = {
+    "gpt2 lm": {"transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.1.attn.masked_bias": None},
+    "gpt2 none": {"h.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8)},
+    "llama lm": {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(4)},
+    "neox lm": {
+        "gpt_neox.layers.0.attention.bias": torch.ones(1, 1, 4, 4, dtype=torch.bool),
+        "gpt_neox.layers.0.attention.masked_bias": None,
+        "gpt_neox.layers.1.attention.rotary_emb.inv_freq": torch.ones(4),
+    },
+    "bert masked_lm": {"bert.embeddings.position_ids": torch.arange(64)[None]},
+    "roberta masked_lm": {"roberta.embeddings.position_ids": torch.arange(66)[None]},
+    "distilbert none": {"embeddings.position_ids": torch.arange(64)[None]},
+    "t5 v1.0": {
+        "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": torch.ones(8, 4)
+    },
+    "bart": {"model.encoder.version": torch.tensor([3.0]), "model.decoder.version": None},
+    "marian": {"model.encoder.embed_positions.weight": torch.ones(64, 32)},
+    "clip": {
+        "text_model.embeddings.position_ids": torch.arange(64)[None],
+        "vision_model.embeddings.position_ids": torch.arange(17)[None],
+    },
+}
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.name in OLD_KEYS], ids=str)
+def test_what_older_files_have_besides_is_dropped_with_a_reason(row, tmp_path_factory, tmp_path):
+    pair = pair_of(row, tmp_path_factory)
+    old = {key: torch.tensor(0.0) if t is None else t for key, t in OLD_KEYS[row.name].items()}
+    copy(pair.folder, tmp_path)
+    torch.save(pair.file | old, tmp_path / "pytorch_model.bin")
+    again, report = ch.load(tmp_path, head=row.head, report=True)
+    assert_same(pair.model, again)
+    assert report.dropped.keys() - pair.report.dropped.keys() == old.keys()
 
 
 def copy(source: Path, target: Path) -> None:

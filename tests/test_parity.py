@@ -33,6 +33,19 @@ ROPES: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 16,
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    "yarn, a longer ramp": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "rope_theta": 100.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn, not rounded": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "rope_theta": 100.0,
+        "original_max_position_embeddings": 64,
+        "truncate": False,
+    },
     "yarn, two magnitudes": {
         "rope_type": "yarn",
         "factor": 4.0,

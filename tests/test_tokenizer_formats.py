@@ -847,6 +847,16 @@ def test_damaged_files_are_clear_errors(name, tmp_path):
         Tokenizer.load(write(tmp_path / "damaged", **files))
 
 
+def test_a_table_of_characters_that_points_nowhere_is_a_clear_error(tmp_path):
+    """It is not seen when the file is read; the Rust code panics when it is used."""
+    backend = Backend(models.WordLevel({"a": 0}, unk_token="a"))
+    backend.normalizer = normalizers.Precompiled(b"\x04\0\0\0abcd\0\0")
+    ours = Tokenizer.load(write(tmp_path, tokenizer__json=backend.to_str()))
+    for use in (lambda: ours.encode("hello"), lambda: ours.encode_batch(["hello"])):
+        with pytest.raises(ClearheadError, match="the tokeniser's files are damaged"):
+            use()
+
+
 def test_no_folder_and_a_file_are_clear_errors(tmp_path):
     with pytest.raises(ClearheadError, match="no folder"):
         Tokenizer.load(tmp_path / "nowhere")

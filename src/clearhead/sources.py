@@ -69,7 +69,7 @@ def read_file(path: Path) -> tuple[Model, Report]:
         net, config, report, gguf = load_gguf(path)
         has = "tokenizer.ggml.model" in gguf.metadata
         return Model(net, config, from_gguf(gguf.metadata) if has else None), report
-    if kind == "whisper":
+    if kind == "openai":
         return _read_whisper(path)
     net, config, report = load_llama2c(path)
     vocab = path.with_name("tokenizer.bin")

@@ -5,6 +5,8 @@ MODEL is a Hugging Face folder or hub name, a GGUF file, an official Whisper .pt
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -54,17 +56,22 @@ def run(args: Args) -> None:
 
 
 def _print(said: dict[str, Any], report: Any) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
-    table = Table("theirs", "ours", title=said["model"], title_justify="left", expand=False)
-    for theirs, ours in folded(report.became).items():
-        table.add_row(theirs, ours)
-    for theirs, why in folded({k: (v,) for k, v in report.dropped.items()}).items():
-        table.add_row(theirs, f"dropped: {why}", style="yellow")
+    console.print(said["model"], style="bold", highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), expand=False)
+    table.add_column("", justify="right")
+    table.add_column("theirs", overflow="fold")
+    table.add_column("ours", overflow="fold")
+    for (theirs, ours), count in folded(report.became).items():
+        table.add_row(str(count), theirs, ours)
+    for (theirs, why), count in folded({k: (v,) for k, v in report.dropped.items()}).items():
+        table.add_row(str(count), theirs, f"dropped: {why}", style="yellow")
     for alias, original in report.tied.items():
-        table.add_row("", f"{alias} is {original} (tied)", style="dim")
+        table.add_row("", "", f"{alias} is {original} (tied)", style="dim")
     console.print(table)
     if said["max_difference"] is not None:
         console.print(
@@ -74,13 +81,12 @@ def _print(said: dict[str, Any], report: Any) -> None:
         console.print(f"saved to {said['saved']}; load it with ch.load({said['saved']!r})")
 
 
-def folded(pairs: dict[str, tuple[str, ...]]) -> dict[str, str]:
-    """The rows with layer numbers as *, each with how many there were."""
-    import re
-    from collections import Counter
+def folded(pairs: dict[str, tuple[str, ...]]) -> Counter[tuple[str, str]]:
+    """The rows with layer numbers as * and weight and bias as one, each counted."""
 
-    counts = Counter(
-        (re.sub(r"\.\d+\.", ".*.", key), ", ".join(re.sub(r"\.\d+\.", ".*.", v) for v in values))
-        for key, values in pairs.items()
+    def short(name: str) -> str:
+        return re.sub(r"\.(weight|bias)$", "", re.sub(r"\.\d+\.", ".*.", name))
+
+    return Counter(
+        (short(theirs), ", ".join(short(name) for name in ours)) for theirs, ours in pairs.items()
     )
-    return {k + (f"  ({n} x)" if n > 1 else ""): v for (k, v), n in counts.items()}

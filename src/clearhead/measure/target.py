@@ -30,7 +30,7 @@ from clearhead.weights.pickles import read_whisper_pt
 INDEX = f"{WEIGHTS}.index.json"
 LONGEST_HEADER = 100 * 2**20  # what the safetensors library allows
 
-_KINDS = {"gguf": "GGUF file", "whisper": "Whisper file", "llama2c": "llama2.c file"}
+_KINDS = {"gguf": "GGUF file", "openai": "Whisper file", "llama2c": "llama2.c file"}
 TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 NAMES = {getattr(torch, theirs): ours for ours, theirs in TYPES.items()}
 
@@ -98,7 +98,7 @@ def _in_file(name: str, path: Path) -> Target:
             numbers[found.kind] += math.prod(found.shape)
         count = len(file.tensors)
     else:
-        if kind == "whisper":
+        if kind == "openai":
             dims, tensors = read_whisper_pt(path)
             config = from_openai(dims)
         else:

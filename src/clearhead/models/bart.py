@@ -125,6 +125,7 @@ def keys(config: Config) -> Table:
     }
     for side in ("encoder", "decoder"):
         table |= block_keys(f"model.{side}", f"{side}.stack", cross=side == "decoder")
+        table[f"model.{side}.version"] = Dropped("the version of the program that wrote the file")
         place = f"model.{side}.embed_positions.weight"
         if isinstance(config.position, LearnedConfig):
             table[place] = f"{side}.embed.position.table.weight"

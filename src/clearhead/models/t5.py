@@ -42,7 +42,7 @@ from clearhead.models.hf import (
     to_hf_activation,
     write_head,
 )
-from clearhead.models.keys import Table
+from clearhead.models.keys import Dropped, Table
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,9 @@ def keys(config: Config) -> Table:
         "encoder.embed_tokens.weight": "encoder.embed.tokens.weight",
         "decoder.embed_tokens.weight": "decoder.embed.tokens.weight",
         "lm_head.weight": "head.proj.weight",
+        "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": Dropped(
+            "positions of cross-attention, which the first files have and no model uses"
+        ),
     }
     for side in ("encoder", "decoder"):
         layer, block = side + ".block.{i}.layer.", side + ".stack.blocks.{i}."

@@ -50,14 +50,14 @@ def single_file(folder: Path) -> Path:
     return files[0]
 
 
-def file_kind(path: Path) -> Literal["gguf", "whisper", "llama2c"]:
+def file_kind(path: Path) -> Literal["gguf", "openai", "llama2c"]:
     """Which of the model files this is, by what is in it."""
     with path.open("rb") as file:
         start = file.read(4)
     if start == b"GGUF" or path.suffix == ".gguf":
         return "gguf"
     if start[:2] == b"PK" or path.suffix == ".pt":
-        return "whisper"
+        return "openai"
     require(
         path.suffix != ".safetensors" and path.suffix != ".json",
         f"{path} is a part of a model: name its folder, {path.parent}, which has config.json too.",

@@ -1,13 +1,13 @@
 """ONNX: a network as graphs that onnxruntime and its like run without Python.
 
-    encoder           model.onnx               ids, mask (, types) | pixels -> states, vector or logits
-    decoder           model.onnx               ids -> logits
-                      decoder_with_past.onnx   ids, past_key_values.* -> logits, present.*
-    encoder-decoder   encoder.onnx             ids, mask | mel -> states, cross.*
-                      decoder.onnx             ids, states, source_mask -> logits
-                      decoder_with_past.onnx   ids, source_mask, cross.*, past_key_values.*
-                                                 -> logits, present.*
-    two-tower         text.onnx, image.onnx    ids, mask | pixels -> vector (of length 1)
+    encoder          model.onnx              ids, mask (types) | pixels -> states | vector | logits
+    decoder          model.onnx              ids -> logits
+                     decoder_with_past.onnx  ids, past_key_values.* -> logits, present.*
+    encoder-decoder  encoder.onnx            ids, mask | mel -> states, cross.*
+                     decoder.onnx            ids, states, source_mask -> logits
+                     decoder_with_past.onnx  ids, source_mask, cross.*, past_key_values.*
+                                               -> logits, present.*
+    two-tower        text.onnx, image.onnx   ids, mask | pixels -> vector (of length 1)
 
 Batch and lengths are free in every file. `mask` is 1 where there is a token and 0 where there is
 none, on either side. `past_key_values.{i}.key` and `.value` are [batch, kv_heads, past, head_dim]
@@ -52,15 +52,16 @@ from clearhead.models.base import Decoder, Encoder, EncoderDecoder, Net
 from clearhead.models.clip import TwoTowers
 from clearhead.models.family import FamilyConfig
 from clearhead.models.heads import LMHead, PoolingHead
+from clearhead.tap import taps
 from clearhead.weights.folder import CONFIG, FORMAT, whole_folder
 
 OPSET = 20
 ONE_FILE = 1_500_000_000
 """Weights of more bytes than this stand in a file of their own: protobuf ends at 2 GiB."""
 SIZES = {"batch": 2, "length": 5, "past": 3, "source": 7, "frames": 12}
-"""The lengths of the example a network is traced with; no two alike, none that is 0 or 1."""
-LEAST = {"frames": 3}
-"""Where the tracer must be told that an axis is not shorter (two frames are one state)."""
+"""The lengths of the example a network is traced with: no two alike, and none 0 or 1, which a
+tracer takes for special cases.
+"""
 FILES = ("model", "encoder", "decoder", "decoder_with_past", "text", "image")
 BESIDE = (CONFIG, "tokenizer.json", "tokenizer_config.json", "target")
 
@@ -131,24 +132,27 @@ def export_onnx(
 def _graphs(net: Net) -> list[Graph]:
     """The files of a network."""
     if isinstance(net, TwoTowers):
-        text = Graph("text", partial(_text, net.embed_text, net.text), _TEXT, ("vector",))
-        return [text, Graph("image", net.embed_image, _pixels(net.image.embed), ("vector",))]
+        text, out = partial(_text, net.embed_text, net.text), ("vector",)
+        return [
+            Graph("text", text, _text_inputs(), out),
+            Graph("image", net.embed_image, _pixels(net.image.embed), out),
+        ]
     if isinstance(net, EncoderDecoder):
         return _seq2seq_graphs(net)
     if isinstance(net, Decoder) and (net.head is None or isinstance(net.head, LMHead)):
         past, present = _past(net.stack, "past_key_values", "past"), _names(net.stack, "present")
-        out = _output(net.head)
+        out = (_output(net.head),)
         return [
-            Graph("model", partial(_whole, net), (_IDS,), (out,)),
-            Graph("decoder_with_past", partial(_step, net), (_IDS, *past), (out, *present)),
+            Graph("model", partial(_whole, net), (_IDS,), out),
+            Graph("decoder_with_past", partial(_step, net), (_IDS, *past), (*out, *present)),
         ]
     if isinstance(net, (Encoder, Decoder)):
         out = (_output(net.head),)
         if isinstance(net.embed, PatchEmbedding):
-            return [Graph("model", net, _pixels(net.embed), out)]
+            return [Graph("model", partial(net), _pixels(net.embed), out)]
         if isinstance(net.embed, Embedding):
             types = () if net.embed.types is None else (Input("types", _IDS.axes),)
-            return [Graph("model", partial(_text, net, net), (*_TEXT, *types), out)]
+            return [Graph("model", partial(_text, net, net), (*_text_inputs(), *types), out)]
     raise ClearheadError(
         f"A {type(net).__name__} has no form in ONNX here: encoders of text and images, decoders, "
         "encoder-decoders and two-tower models have. Save it, or export it to another format."
@@ -157,11 +161,10 @@ def _graphs(net: Net) -> list[Graph]:
 
 def _seq2seq_graphs(net: EncoderDecoder) -> list[Graph]:
     embed, stack = net.encoder.embed, net.decoder.stack
+    source, run = _text_inputs("source"), partial(_text_states, net)
     if isinstance(embed, SoundEmbedding):
         source = (Input("mel", ("batch", embed.n_mels, "frames"), torch.float32),)
         run = partial(_sound_states, net)
-    else:
-        source, run = _TEXT, partial(_text_states, net)
     width = stack.blocks[0].cross_attn.k_proj.in_features
     states = Input("states", ("batch", "source", width), torch.float32)
     mask = Input("source_mask", ("batch", "source"))
@@ -180,7 +183,10 @@ def _seq2seq_graphs(net: EncoderDecoder) -> list[Graph]:
 
 
 _IDS = Input("ids", ("batch", "length"))
-_TEXT = (_IDS, Input("mask", ("batch", "length")))
+
+
+def _text_inputs(length: str = "length") -> tuple[Input, ...]:
+    return Input("ids", ("batch", length)), Input("mask", ("batch", length))
 
 
 def _pixels(embed: PatchEmbedding) -> tuple[Input, ...]:
@@ -236,7 +242,8 @@ class _Past(Cache):
         # Not Cache.__init__: a tuple with an entry a row would fix the number of rows.
         self.embed, self.n_kinds = decoder.embed, len(decoder.stack.kinds)
         self.before = past[0].shape[2]
-        self.states = [_Grown(k, v) for k, v in _pairs(past)]
+        self.grown = [_Grown(k, v) for k, v in _pairs(past)]
+        self.states = list(self.grown)
         self.cross = []
         for k, v in _pairs(cross):
             state = CrossKV()
@@ -246,7 +253,7 @@ class _Past(Cache):
 
     @property
     def rows(self) -> int:
-        return self.states[0].k.shape[0]
+        return self.grown[0].k.shape[0]
 
     def next(self, length: int, device: torch.device | str | None = None) -> Positions:
         return _span(self.embed, self.before, length, device)
@@ -257,7 +264,7 @@ class _Past(Cache):
 
     def present(self) -> list[Tensor]:
         """Every layer's keys and values, this call's with them."""
-        return [x for state in self.states for x in (state.k, state.v)]
+        return [x for state in self.grown for x in (state.k, state.v)]
 
 
 def _text(call: Any, net: Any, ids: Tensor, mask: Tensor, *types: Tensor) -> Tensor:
@@ -311,9 +318,7 @@ def _pairs(tensors: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, Tensor]]:
     return zip(tensors[::2], tensors[1::2], strict=True)
 
 
-def _span(
-    embed: Any, start: int, length: int, device: torch.device | str | None
-) -> Positions:
+def _span(embed: Any, start: int, length: int, device: torch.device | str | None) -> Positions:
     """start, start + 1, ..., about which nothing is claimed that a mask could decide by."""
     pos = torch.arange(start, start + length, device=device).unsqueeze(0)
     return Positions(pos, start, _last(embed, start + length), dense=False, holes=True)
@@ -329,7 +334,7 @@ def _last(embed: Any, end: int) -> int:
     """The last position before `end`; with a learned table the last of the table, whose check would
     otherwise bind the lengths. (A runtime refuses to look behind the table's end by itself.)
     """
-    table = embed.position
+    table = getattr(embed, "position", None)
     if isinstance(table, Learned):
         return table.max_len - 1
     if isinstance(table, Learned2D):
@@ -355,7 +360,7 @@ def _write(net: Net, graph: Graph, path: Path) -> None:
     """Trace a graph and write its file (two files if it is large)."""
     axes = {axis for given in graph.inputs for axis in given.axes if isinstance(axis, str)}
     free = {axis: torch.export.Dim(axis) for axis in axes}
-    if "frames" in free:
+    if "frames" in free:  # as many for each state, or the tracer cannot tell that two lengths agree
         free["frames"] = 2 * torch.export.Dim("source")
     shapes = tuple(
         {i: free[axis] for i, axis in enumerate(given.axes) if isinstance(axis, str)}
@@ -378,11 +383,11 @@ def _write(net: Net, graph: Graph, path: Path) -> None:
                 verbose=False,
             )
         except Exception as error:
-            reason = error.__cause__ or error
+            reason = " ".join(str(error.__cause__ or error).split())[:300]
             raise ClearheadError(
-                f"{path.name} cannot be written: some part of this model has no form in ONNX for "
-                f"every length ({type(reason).__name__}: {str(reason).strip()[:400]}). Build it "
-                'with the "softmax" kernel and masks that need no data of the call.'
+                f"{path.name} cannot be written, because a part of this model has no form in ONNX "
+                f"that is right for every length: {reason} ... Build the model with the "
+                '"softmax" kernel, and with masks that need no data of the call.'
             ) from error
         for node in program.model.graph.all_nodes():
             node.metadata_props.clear()  # the lines of code it came from, with this machine's paths
@@ -394,10 +399,14 @@ def _nbytes(net: Net) -> int:
 
 
 def _plain_copy(net: Net) -> Net:
-    """The network on the CPU, in float32, for inference, every Softmax kernel as its slow twin."""
+    """The network on the CPU, in float32, for inference, with nobody listening, and the slow twin
+    in the place of every fused kernel.
+    """
     net = copy.deepcopy(net).to("cpu", torch.float32).eval()
+    for tap in taps(net).values():
+        tap.listeners = ()
     for kernel in net.modules():
-        if isinstance(kernel, Softmax):
+        if type(kernel) is Softmax:
             kernel.forward = partial(Kernel.forward, kernel)  # type: ignore[method-assign]
     return net
 
