@@ -334,6 +334,19 @@ def test_additive_attention_over_nothing_is_zero():
     assert (gradient[0][0] == 0).all()
 
 
+def test_additive_attention_has_a_pattern_tap():
+    attn = AdditiveAttention(6, 10, 5)
+    view = View.of(Causal(), Positions.span(0, 4))
+    queries, keys = torch.randn(2, 4, 6), torch.randn(2, 4, 10)
+    before = attn(queries, keys, view)
+    with ch.capture(attn, "pattern") as acts:
+        assert torch.equal(attn(queries, keys, view), before)
+    assert acts["pattern"].shape == (2, 1, 4, 4)
+    close(acts["pattern"].squeeze(1) @ keys, before)
+    with ch.patch(attn, {"pattern": torch.zeros_like}):
+        assert (attn(queries, keys, view) == 0).all()
+
+
 # --- the lectures' worked examples, to four decimals ---
 
 

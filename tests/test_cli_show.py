@@ -302,8 +302,8 @@ def test_all_presets(capsys):
 
 def test_presets_with_a_word(capsys, narrow):
     assert {row["family"] for row in run_json(capsys, "presets", "T5")} == {"t5"}
-    assert {row["source"] for row in run_json(capsys, "presets", "radford")} == {
-        "Radford et al. 2019"
+    assert {row["source"] for row in run_json(capsys, "presets", "touvron")} == {
+        "Touvron et al. 2023"
     }
     code, out, _ = run(capsys, "presets", "llama")
     assert code == 0

@@ -5,6 +5,7 @@ lengths that no example had.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from functools import cache
 from pathlib import Path
@@ -215,6 +216,7 @@ def test_what_is_masked_does_not_matter(exported):
     assert not first.equal(second)
 
 
+@pytest.mark.slow  # the default run has them below, with their weights beside
 def test_images(exported):
     net, folder = exported("vit")
     run = Session(folder / "model.onnx")
@@ -381,7 +383,8 @@ def test_large_weights_stand_in_a_file_of_their_own(tmp_path, monkeypatch, capfd
     net = model.net.half().train()
     with capture(net, "embed.out") as seen:
         written = export_onnx(net, model.config, tmp_path / "it")
-    assert (capfd.readouterr(), caplog.records) == (("", ""), [])
+    assert capfd.readouterr() == ("", "")
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert [path.name for path in written] == ["config.json", "model.onnx", "model.onnx.data"]
     assert not seen
     assert net.training

@@ -10,11 +10,8 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.attention.additive import AdditiveAttention
-from clearhead.attention.mask import Causal
 from clearhead.attention.positions import Positions
 from clearhead.attention.softmax import Softmax, TopKConfig
-from clearhead.attention.view import View
 from clearhead.errors import ClearheadError
 from clearhead.models.base import EncoderDecoder
 from clearhead.tap import taps
@@ -487,19 +484,6 @@ def test_cross_patterns_of_beams():
     folded = acts[name + "pattern"].reshape(shape).transpose(1, 2).flatten(0, 1)
     close(folded, apart[name + "pattern"])
     close(acts[name + "z"], apart[name + "z"])
-
-
-def test_additive_attention_has_a_pattern_tap():
-    attn = AdditiveAttention(6, 10, 5)
-    view = View.of(Causal(), Positions.span(0, 4))
-    queries, keys = torch.randn(2, 4, 6), torch.randn(2, 4, 10)
-    before = attn(queries, keys, view)
-    with ch.capture(attn, "pattern") as acts:
-        assert torch.equal(attn(queries, keys, view), before)
-    assert acts["pattern"].shape == (2, 1, 4, 4)
-    close(acts["pattern"].squeeze(1) @ keys, before)
-    with ch.patch(attn, {"pattern": torch.zeros_like}):
-        assert (attn(queries, keys, view) == 0).all()
 
 
 def test_taps_of_a_part_have_names_of_their_own():

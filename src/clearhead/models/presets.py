@@ -37,8 +37,9 @@ def _sizes(layers: int, width: int, heads: int, **more: Any) -> dict[str, Any]:
 
 
 _POOLER = {"kind": "pooling", "mode": "first", "dense": True}
-_ROBERTA = {"vocab_size": 50265, "token_types": 1, "position": {"kind": "learned", "offset": 2}}
 _BERT = {"head": _POOLER}
+_OPUS = _sizes(6, 512, 8, vocab_size=58101, max_len=512, activation="silu", scaled=True)
+_OPUS |= {"embed_norm": False, "position": {"kind": "sinusoidal", "layout": "halves"}}
 _GOPHER = {"position": "transformer_xl", "norm": "rms_norm", "vocab_size": 32000, "max_len": 2048}
 
 
@@ -71,16 +72,17 @@ PRESETS: dict[str, Preset] = {
     ),
     "bert-base": Preset("bert", "Devlin et al. 2019", 110 * MILLION, _BERT),
     "bert-large": Preset("bert", "Devlin et al. 2019", 340 * MILLION, _sizes(24, 1024, 16) | _BERT),
-    "roberta-base": Preset("bert", "Liu et al. 2019", 125 * MILLION, _ROBERTA | _BERT),
-    "roberta-large": Preset(
-        "bert", "Liu et al. 2019", 355 * MILLION, _sizes(24, 1024, 16) | _ROBERTA | _BERT
-    ),
     "minilm-l6": Preset(
         "bert",
         "Wang et al. 2020",
         22_700_000,
         _sizes(6, 384, 12, head={"kind": "pooling", "mode": "mean"}),
     ),
+    "roberta-base": Preset("roberta", "Liu et al. 2019", 125 * MILLION, _BERT),
+    "roberta-large": Preset(
+        "roberta", "Liu et al. 2019", 355 * MILLION, _sizes(24, 1024, 16) | _BERT
+    ),
+    "distilbert": Preset("distilbert", "Sanh et al. 2019", 66 * MILLION, {"head": None}),
     "gpt2": Preset("gpt2", _GPT2_PAPER, 124 * MILLION),
     "gpt2-medium": Preset("gpt2", _GPT2_PAPER, 355 * MILLION, _sizes(24, 1024, 16)),
     "gpt2-large": Preset("gpt2", _GPT2_PAPER, 774 * MILLION, _sizes(36, 1280, 20)),
@@ -123,6 +125,14 @@ PRESETS: dict[str, Preset] = {
     "t5-base": Preset("t5", "Raffel et al. 2020", 220 * MILLION, _t5(768, 12, 12, 3072)),
     "flan-t5-small": Preset("t5", "Chung et al. 2022", 77 * MILLION, _flan(512, 8, 6, 1024)),
     "flan-t5-base": Preset("t5", "Chung et al. 2022", 250 * MILLION, _flan(768, 12, 12, 2048)),
+    "bart-base": Preset("bart", "Lewis et al. 2020", 139 * MILLION),
+    "bart-large": Preset("bart", "Lewis et al. 2020", 406 * MILLION, _sizes(12, 1024, 16)),
+    "opus-mt": Preset("bart", "Tiedemann and Thottingal 2020", None, _OPUS),
+    "vit-base": Preset("vit", "Dosovitskiy et al. 2021", 86_600_000),
+    "clip-vit-base-32": Preset("clip", "Radford et al. 2021", 151 * MILLION),
+    "whisper-tiny": Preset("whisper", "Radford et al. 2022"),
+    "whisper-base": Preset("whisper", "Radford et al. 2022", 74 * MILLION, _sizes(6, 512, 8)),
+    "pythia-160m": Preset("gpt_neox", "Biderman et al. 2023", 162_300_000),
 }
 
 
