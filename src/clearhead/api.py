@@ -107,6 +107,11 @@ def _export_hf(model: Model, folder: str | Path) -> None:
     hf, tensors = to_hf(model.net, model.config)
     hf |= {"dtype": str(next(model.net.parameters()).dtype).removeprefix("torch.")}
     hf |= _special_ids(model)
+    if labels := model.labels:
+        hf |= {
+            "id2label": dict(enumerate(labels)),
+            "label2id": {n: i for i, n in enumerate(labels)},
+        }
     with whole_folder(folder, OWN_FILES) as new:
         save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
         model.write_companions(new)

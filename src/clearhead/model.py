@@ -24,7 +24,7 @@ from clearhead.media.audio import read_audio
 from clearhead.models.base import EncoderDecoder, Net
 from clearhead.models.family import FamilyConfig
 from clearhead.text.tokenizer import Tokenizer
-from clearhead.weights.folder import save_model
+from clearhead.weights.folder import LABELS, save_model
 
 
 class Model:
@@ -67,6 +67,11 @@ class Model:
         if at is not None:
             more["at"] = at
         return self.net(*ids, **more)
+
+    @property
+    def labels(self) -> list[str]:
+        """The names of a classifier's labels, if they are known."""
+        return self.companions.get(LABELS, [])
 
     def _vocabularies(self, count: int) -> list[int]:
         """The vocabulary of each input."""

@@ -19,7 +19,15 @@ from clearhead.text.tiktoken import whisper_tokenizer
 from clearhead.text.tokenizer import Tokenizer
 from clearhead.weights.convert import Report, to_ours
 from clearhead.weights.files import file_kind, inside, read_json, single_file
-from clearhead.weights.folder import COMPANIONS, CONFIG, FORMAT, assemble, load_model, read_config
+from clearhead.weights.folder import (
+    COMPANIONS,
+    CONFIG,
+    FORMAT,
+    LABELS,
+    assemble,
+    load_model,
+    read_config,
+)
 from clearhead.weights.gguf import load_gguf
 from clearhead.weights.hf import depth, load_hf
 from clearhead.weights.llama2c import load_llama2c, read_llama2c_vocab
@@ -57,6 +65,8 @@ def read_folder(folder: Path, **changes: Any) -> tuple[Model, Report]:
     if own:
         said = companions.get("generation_config.json", {})
         companions["generation_config.json"] = own | said
+    if labels := _labels(description, config):
+        companions[LABELS] = labels
     return Model(
         net, config, _tokenizer(folder, str(description["model_type"])), companions
     ), report
@@ -78,6 +88,15 @@ def read_file(path: Path) -> tuple[Model, Report]:
         entries = read_llama2c_vocab(vocab)
         tokenizer = from_llama2c([(_text(i, piece), s) for i, (piece, s) in enumerate(entries)])
     return Model(net, config, tokenizer), report
+
+
+def _labels(hf: dict[str, Any], config: Any) -> list[str]:
+    """The names of a classifier's labels, where the config gives one to each."""
+    count = getattr(getattr(config, "head", None), "n_labels", 0)
+    named = hf.get("id2label")
+    if not isinstance(named, dict) or set(named) != {str(i) for i in range(count)}:
+        return []
+    return [str(named[str(i)]) for i in range(count)]
 
 
 def _text(index: int, piece: bytes | str) -> str:
@@ -115,5 +134,5 @@ def _tokenizer(folder: Path, model_type: str | None = None) -> Tokenizer | None:
 
 
 def _companions(folder: Path) -> dict[str, Any]:
-    names = [name for name in COMPANIONS if name != "modules.json" and (folder / name).exists()]
+    names = [name for name in COMPANIONS if (folder / name).exists()]
     return {name: read_json(inside(folder, name)) for name in names}

@@ -28,7 +28,8 @@ from clearhead.weights.convert import fill
 
 FORMAT = "clearhead/1"
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-COMPANIONS = ("generation_config.json", "preprocessor_config.json", "modules.json")
+LABELS = "labels.json"
+COMPANIONS = ("generation_config.json", "preprocessor_config.json", LABELS)
 OWN_FILES = {
     CONFIG,
     WEIGHTS,
@@ -36,6 +37,7 @@ OWN_FILES = {
     "tokenizer.json",
     "tokenizer_config.json",
     "target",
+    "modules.json",
     "1_Pooling",
     "2_Normalize",
 }
