@@ -19,8 +19,8 @@ os.environ |= {
     "TRANSFORMERS_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
 }
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+# The models are tiny: a second thread costs more than it gives, and much more on a busy machine.
+os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 import hypothesis
 import jaxtyping
@@ -34,8 +34,7 @@ if os.environ.get("CLEARHEAD_NO_SHAPES", "0") in ("", "0"):
     names = {path.stem for path in root.iterdir()} - {"__init__", "__pycache__", "config"}
     jaxtyping.install_import_hook([f"clearhead.{name}" for name in names], "shapecheck.typed")
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)
+torch.set_num_threads(1)
 
 # Times differ between machines; examples do not, so that a failure can be repeated.
 hypothesis.settings.register_profile("clearhead", deadline=None, derandomize=True)

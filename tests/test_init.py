@@ -225,3 +225,9 @@ def test_no_two_matrices_are_the_same():
     net = built("gpt2")
     seen = [tuple(p.flatten()[:4].tolist()) for p in net.parameters() if p.dim() > 1]
     assert len(set(seen)) == len(seen)
+
+
+def test_t5_biases_on_the_scores_start_small():
+    net = ch.build("t5", n_layers=2, d_model=64, n_heads=8, vocab_size=50, seed=0).net
+    table = net.encoder.stack.kinds[0].bias.table.weight
+    assert table.std().item() == pytest.approx(64**-0.5, rel=0.2)

@@ -18,7 +18,14 @@ from clearhead.text.foreign import from_gguf, from_llama2c
 from clearhead.text.tiktoken import whisper_tokenizer
 from clearhead.text.tokenizer import Tokenizer
 from clearhead.weights.convert import Report, to_ours
-from clearhead.weights.files import file_kind, inside, read_json, single_file
+from clearhead.weights.files import (
+    file_kind,
+    inside,
+    read_json,
+    read_settings,
+    read_table,
+    single_file,
+)
 from clearhead.weights.folder import (
     COMPANIONS,
     CONFIG,
@@ -26,7 +33,6 @@ from clearhead.weights.folder import (
     LABELS,
     assemble,
     load_model,
-    read_config,
 )
 from clearhead.weights.gguf import load_gguf
 from clearhead.weights.hf import depth, load_hf
@@ -42,19 +48,29 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "sentencepiece.bpe.model",
 )
+BESIDE_TOKENIZER = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    "target.spm",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 
 
 def read_folder(folder: Path, **changes: Any) -> tuple[Model, Report]:
     """A folder that `save` wrote, a Hugging Face folder, or one with a single model file."""
     if folder.is_dir() and not (folder / CONFIG).exists():
         return read_file(single_file(folder))
-    description = read_config(folder)
+    description = read_settings(folder)
     if description.get("format") == FORMAT:
         net, config = load_model(folder)
         require(
             not changes, "A head can be changed on a foreign body; build ours with another head."
         )
-        return Model(net, config, _tokenizer(folder), _companions(folder)), Report()
+        companions = _companions(folder) | _own_labels(folder)
+        return Model(net, config, _tokenizer(folder), companions), Report()
     net, config, report = load_hf(folder, **changes)
     companions = _companions(folder)
     own = {
@@ -77,8 +93,8 @@ def read_file(path: Path) -> tuple[Model, Report]:
     kind = file_kind(path)
     if kind == "gguf":
         net, config, report, gguf = load_gguf(path)
-        has = "tokenizer.ggml.model" in gguf.metadata
-        return Model(net, config, from_gguf(gguf.metadata) if has else None), report
+        none = gguf.metadata.get("tokenizer.ggml.model", "none") in ("none", "no_vocab")
+        return Model(net, config, None if none else from_gguf(gguf.metadata)), report
     if kind == "openai":
         return _read_whisper(path)
     net, config, report = load_llama2c(path)
@@ -126,13 +142,35 @@ def _read_whisper(path: Path) -> tuple[Model, Report]:
 def _tokenizer(folder: Path, model_type: str | None = None) -> Tokenizer | None:
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         return None
+    for name in (*TOKENIZER_FILES, *BESIDE_TOKENIZER):
+        if (folder / name).exists():
+            inside(folder, name)
     tokenizer = Tokenizer.load(folder, model_type)
     limit = folder / "sentence_bert_config.json"  # sentence-transformers reads less than the model
     if limit.exists():
-        tokenizer.max_len = read_json(inside(folder, limit.name)).get("max_seq_length")
+        length = read_table(inside(folder, limit.name)).get("max_seq_length")
+        require(
+            length is None or (type(length) is int and length >= 2),
+            f"{limit} says max_seq_length = {length!r:.40}, which must be a whole number from 2.",
+        )
+        tokenizer.max_len = length
     return tokenizer
 
 
 def _companions(folder: Path) -> dict[str, Any]:
-    names = [name for name in COMPANIONS if (folder / name).exists()]
-    return {name: read_json(inside(folder, name)) for name in names}
+    names = [name for name in COMPANIONS if name != LABELS and (folder / name).exists()]
+    return {name: read_table(inside(folder, name)) for name in names}
+
+
+def _own_labels(folder: Path) -> dict[str, Any]:
+    """The names of labels as we save them; in others' folders a file of that name may be
+    anything.
+    """
+    if not (folder / LABELS).exists():
+        return {}
+    labels = read_json(inside(folder, LABELS))
+    require(
+        isinstance(labels, list) and all(isinstance(label, str) for label in labels),
+        f"{folder / LABELS} must hold a list of names.",
+    )
+    return {LABELS: labels}

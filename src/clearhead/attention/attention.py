@@ -9,6 +9,8 @@ view has the angles) or by a relative bias (the layer has the vectors).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -130,9 +132,10 @@ class Attention(nn.Module):
     def _heads(self, x: Tensor, n: int) -> Float[Tensor, "b n t d"]:
         return x.unflatten(2, (n, self.head_dim)).transpose(1, 2)
 
-    @staticmethod
-    def _open_view(x: Tensor, source: Tensor | None) -> View:
+    def _open_view(self, x: Tensor, source: Tensor | None) -> View:
         q = Positions.span(0, x.shape[1], x.device)
+        if self.rotary is not None:
+            return replace(View.of(None, q), rotary=self.rotary.tables(q, x.dtype))
         return View.of(
             None, q, None if source is None else Positions.span(0, source.shape[1], x.device)
         )

@@ -81,7 +81,7 @@ class Positions:
             rows.append(empty + filled if side == "left" else filled + empty)
         ends = tuple(first + length for first, length in zip(starts, lengths, strict=True))
         return Positions(
-            torch.tensor(rows, device=device).reshape(len(lengths), width),
+            torch.tensor(rows, device=device, dtype=torch.long).reshape(len(lengths), width),
             lo=min(starts),
             hi=max((end - 1 for end, n in zip(ends, lengths, strict=True) if n), default=-1),
             dense=False,

@@ -39,6 +39,9 @@ class LinearScaling(RopeScaling, kind="linear"):
     factor: float
     """How many times longer."""
 
+    def __post_init__(self) -> None:
+        _check_factor(self.factor)
+
     def stretch(self, frequencies: Tensor, theta: float, width: int) -> tuple[Tensor, float]:
         return frequencies / self.factor, 1.0
 
@@ -50,7 +53,13 @@ class NTKScaling(RopeScaling, kind="ntk"):
     factor: float
     """How many times longer."""
 
+    def __post_init__(self) -> None:
+        _check_factor(self.factor)
+
     def stretch(self, frequencies: Tensor, theta: float, width: int) -> tuple[Tensor, float]:
+        require(
+            width > 2, "NTK scaling spreads over several pairs: a width of 2 has only one."
+        )
         theta = theta * self.factor ** (width / (width - 2))
         return _frequencies(theta, width, frequencies.device), 1.0
 
@@ -73,6 +82,10 @@ class YarnScaling(RopeScaling, kind="yarn"):
     """What cosines and sines are multiplied by; None: 0.1 ln(factor) + 1, the paper's."""
     truncate: bool = True
     """Round the ends of the ramp to whole indices."""
+
+    def __post_init__(self) -> None:
+        _check_factor(self.factor)
+        require(self.trained_len >= 1, f"trained_len must be 1 or more, not {self.trained_len}.")
 
     def stretch(self, frequencies: Tensor, theta: float, width: int) -> tuple[Tensor, float]:
         def index(turns: float) -> float:
@@ -106,11 +119,24 @@ class Llama3Scaling(RopeScaling, kind="llama3"):
     trained_len: int = 8192
     """The length the model was trained with."""
 
+    def __post_init__(self) -> None:
+        _check_factor(self.factor)
+        require(self.trained_len >= 1, f"trained_len must be 1 or more, not {self.trained_len}.")
+        require(
+            0 < self.low_factor < self.high_factor,
+            f"low_factor = {self.low_factor} must be above 0 and below high_factor = "
+            f"{self.high_factor}.",
+        )
+
     def stretch(self, frequencies: Tensor, theta: float, width: int) -> tuple[Tensor, float]:
         waves = 2 * math.pi / frequencies
         blend = (self.trained_len / waves - self.low_factor) / (self.high_factor - self.low_factor)
         blend = blend.clamp(0, 1)
         return (1 - blend) * frequencies / self.factor + blend * frequencies, 1.0
+
+
+def _check_factor(factor: float) -> None:
+    require(factor > 0, f"The factor of a rotary scaling must be above 0, not {factor}.")
 
 
 class Rotary(nn.Module):

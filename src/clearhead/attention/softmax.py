@@ -161,6 +161,9 @@ class TopKConfig(KernelConfig, kind="top_k"):
     k: int = 8
     """How many keys a query may take from."""
 
+    def __post_init__(self) -> None:
+        require(self.k >= 1, f"Top-k attention keeps at least one score: k is {self.k}.")
+
     def build(self, scale: float, dropout: float) -> Kernel:
         return TopK(scale, dropout, self.k)
 

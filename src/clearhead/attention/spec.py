@@ -141,6 +141,14 @@ class T5BucketsConfig(AttentionPosition, kind="t5_buckets"):
     max_distance: int = 128
     """Further than this is all the same bucket."""
 
+    def __post_init__(self) -> None:
+        require(self.buckets >= 4, f"T5 position buckets: {self.buckets} is too few, 4 at least.")
+        require(
+            self.max_distance > self.buckets // 2,
+            f"max_distance = {self.max_distance} must be beyond the {self.buckets // 2} exact "
+            "buckets.",
+        )
+
     def bias(self, geometry: Geometry, causal: bool) -> nn.Module | None:
         return T5Buckets(geometry.n_heads, self.buckets, self.max_distance, causal)
 
@@ -151,6 +159,9 @@ class ShawConfig(AttentionPosition, kind="shaw"):
 
     max_distance: int = 16
     """Further than this is all the same vector."""
+
+    def __post_init__(self) -> None:
+        require(self.max_distance >= 0, f"max_distance must be 0 or more: {self.max_distance}.")
 
     def relative(self, geometry: Geometry, scale: float) -> nn.Module | None:
         return Shaw(geometry.width, self.max_distance, scale)

@@ -31,8 +31,8 @@ Sublayer = Callable[[Tensor], Tensor]
 Placement = Literal["pre", "post", "sandwich"]
 
 
-class PreNorm(nn.Module):
-    """x + f(norm(x)): the stream itself is never normalised."""
+class Residual(nn.Module):
+    """A branch around a sublayer; where the norm stands is what the subclasses differ in."""
 
     def __init__(self, norm: NormConfig, width: int, dropout: float) -> None:
         super().__init__()
@@ -48,14 +48,12 @@ class PreNorm(nn.Module):
         return x + self.delta(x, f)
 
 
-class PostNorm(nn.Module):
-    """norm(x + f(x)): every sublayer leaves a normalised stream."""
+class PreNorm(Residual):
+    """x + f(norm(x)): the stream itself is never normalised."""
 
-    def __init__(self, norm: NormConfig, width: int, dropout: float) -> None:
-        super().__init__()
-        self.norm = norm.build(width)
-        self.dropout = nn.Dropout(dropout)
-        self.branch = Tap()
+
+class PostNorm(Residual):
+    """norm(x + f(x)): every sublayer leaves a normalised stream."""
 
     def delta(self, x: Stream, f: Sublayer) -> Stream:
         """What the sublayer writes into the stream, before the norm over both."""
@@ -65,26 +63,19 @@ class PostNorm(nn.Module):
         return self.norm(x + self.delta(x, f))
 
 
-class SandwichNorm(nn.Module):
+class SandwichNorm(Residual):
     """x + norm(f(norm(x))): what is written is normalised too."""
 
     def __init__(self, norm: NormConfig, width: int, dropout: float) -> None:
-        super().__init__()
-        self.norm = norm.build(width)
+        super().__init__(norm, width, dropout)
         self.norm_out = norm.build(width)
-        self.dropout = nn.Dropout(dropout)
-        self.branch = Tap()
 
     def delta(self, x: Stream, f: Sublayer) -> Stream:
         """What the sublayer writes into the stream."""
         return self.branch(self.dropout(self.norm_out(f(self.norm(x)))))
 
-    def forward(self, x: Stream, f: Sublayer) -> Stream:
-        return x + self.delta(x, f)
 
-
-Residual = PreNorm | PostNorm | SandwichNorm
-RESIDUALS: dict[str, type[PreNorm] | type[PostNorm] | type[SandwichNorm]] = {
+RESIDUALS: dict[str, type[Residual]] = {
     "pre": PreNorm,
     "post": PostNorm,
     "sandwich": SandwichNorm,

@@ -41,9 +41,19 @@ def initialise(net: nn.Module, style: Init, generator: torch.Generator | None = 
             module.u.zero_()
             module.v.zero_()
     if style == "t5":
-        for module in net.modules():
-            if isinstance(module, Attention):
-                module.q_proj.weight.mul_(module.head_dim**-0.5)
+        _shrink_t5(net)
+
+
+def _shrink_t5(net: nn.Module) -> None:
+    """Queries take over the scale that T5's scores lack; biases on the scores start small."""
+    for module in net.modules():
+        if isinstance(module, Attention):
+            module.q_proj.weight.mul_(module.head_dim**-0.5)
+        elif isinstance(module, Stack):
+            width = module.blocks[0].self_attn.q_proj.in_features
+            for kind in module.kinds:
+                for table in kind.bias.parameters() if kind.bias is not None else ():
+                    table.mul_(width**-0.5)
 
 
 def _linear(

@@ -77,6 +77,7 @@ class Sinusoidal2D(nn.Module):
 
     def __init__(self, width: int, columns: int, base: float = 10000.0, first: int = 0) -> None:
         super().__init__()
+        require(columns >= 1, f"A grid has 1 column or more, not {columns}.")
         require(
             width % 4 == 0, f"2-D sinusoidal positions need a width that divides by 4, not {width}."
         )

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from clearhead.attention.cache import KV, Cache, CrossKV, Slots
-from clearhead.attention.mask import Mask
+from clearhead.attention.mask import All, Mask
 from clearhead.attention.positions import Positions
 from clearhead.attention.rotary import Rotary, Rotary2D
 from clearhead.attention.spec import AttentionConfig
@@ -136,6 +136,7 @@ class Stack(nn.Module):
         """An empty cache for so many rows; layers with a window get a ring of it and `slack`
         positions to go back.
         """
+        require(slack >= 0, f"slack is {slack}: how many positions a ring can go back, 0 or more.")
         kinds = []
         for kind in self.kinds:
             reach = kind.mask.reach if kind.mask.causal else None
@@ -252,6 +253,11 @@ def _check(config: AttentionConfig, cross: bool) -> None:
         not cross or config.position is None,
         f'The position "{config.position.kind if config.position else ""}" means nothing between '
         "two sequences: cross-attention takes none.",
+    )
+    require(
+        not cross or config.mask == All(),
+        f'Cross-attention sees the whole source, so the mask "{config.mask.kind}" has no place '
+        "there: leave it out.",
     )
 
 

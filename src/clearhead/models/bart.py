@@ -174,6 +174,8 @@ def to_hf(config: Config) -> dict[str, Any]:
             f"norm; this model has another combination. {OUR_LAYOUT}"
         )
     layers, ff = config.n_decoder_layers or config.n_layers, config.d_ff or 4 * config.d_model
+    pad = config.vocab_size - 1 if marian else 1  # their own defaults may be beyond the vocabulary
+    start = pad if marian else 2
     return write_head(LMConfig(), MARIAN_HEADS if marian else HEADS, "BART") | {
         "model_type": "marian" if marian else "bart",
         "vocab_size": config.vocab_size,
@@ -189,5 +191,8 @@ def to_hf(config: Config) -> dict[str, Any]:
         "activation_function": to_hf_activation(config.activation),
         "scale_embedding": config.scaled,
         "is_encoder_decoder": True,
+        "pad_token_id": pad,
+        "decoder_start_token_id": start,
+        "eos_token_id": 0 if marian else 2,
         "tie_word_embeddings": True,
     }

@@ -14,7 +14,7 @@ from clearhead.layers.position import LearnedConfig
 from clearhead.models import bert
 from clearhead.models.base import Encoder
 from clearhead.models.family import encoder
-from clearhead.models.heads import HeadStyle
+from clearhead.models.heads import HeadStyle, PoolingConfig
 from clearhead.models.hf import (
     OUR_LAYOUT,
     head_of,
@@ -53,6 +53,7 @@ PREFIX = "distilbert."
 HEADS = {
     "masked_lm": "DistilBertForMaskedLM",
     "none": "DistilBertModel",
+    "pooling": "DistilBertModel",  # of sentence-transformers: it has no pooler of its own
     "classification": "DistilBertForSequenceClassification",
     "tagging": "DistilBertForTokenClassification",
     "span": "DistilBertForQuestionAnswering",
@@ -116,11 +117,12 @@ def from_hf(hf: Mapping[str, Any], names: Collection[str]) -> Config:
 
 def to_hf(config: Config) -> dict[str, Any]:
     """Our settings as their config."""
-    if config.position != LearnedConfig() or config.token_types or config.norm.eps != 1e-12:
+    pooler = isinstance(config.head, PoolingConfig) and config.head.dense
+    plain = config.position == LearnedConfig() and not config.token_types
+    if not plain or config.norm.eps != 1e-12 or pooler:
         raise ClearheadError(
-            "Hugging Face's DistilBERT has learned positions, no segments and an epsilon of 1e-12; "
-            "this "
-            f"model differs. {OUR_LAYOUT}"
+            "Hugging Face's DistilBERT has learned positions, no segments, no pooler and an "
+            f"epsilon of 1e-12; this model differs. {OUR_LAYOUT}"
         )
     return write_head(config.head, HEADS, "DistilBERT") | {
         "model_type": "distilbert",

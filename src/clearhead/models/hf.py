@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from clearhead.errors import ClearheadError, did_you_mean
+from clearhead.errors import ClearheadError, did_you_mean, require
 from clearhead.models.heads import (
     ClassificationConfig,
     HeadConfig,
@@ -33,6 +33,19 @@ ACTIVATIONS = {
     "relu2": "relu_squared",
 }
 
+# Their words for sizes: whole numbers from 1 on.
+SIZES = frozenset(
+    "vocab_size hidden_size n_embd dim d_model intermediate_size n_inner hidden_dim d_ff "  # noqa: SIM905
+    "encoder_ffn_dim num_hidden_layers n_layer n_layers num_layers num_decoder_layers "
+    "encoder_layers decoder_layers num_attention_heads n_head n_heads num_heads "
+    "encoder_attention_heads num_key_value_heads head_dim d_kv max_position_embeddings "
+    "n_positions max_source_positions max_target_positions original_max_position_embeddings "
+    "sliding_window relative_attention_num_buckets relative_attention_max_distance num_mel_bins "
+    "image_size patch_size num_channels projection_dim num_labels".split()
+)
+PARTS = ("text_config", "vision_config", "rope_parameters", "rope_scaling")
+LARGEST = 1 << 24  # beyond all published models, and two of them can still be multiplied
+
 Heads = Mapping[str, str]
 OUR_LAYOUT = "Save it in our own layout with model.save(folder)."
 
@@ -53,6 +66,20 @@ def hf_only(config: Mapping[str, Any], **settings: Any) -> None:
             raise ClearheadError(
                 f"Its config says {name} = {value!r}, and only {supported!r} is supported here."
             )
+
+
+def hf_sizes(config: Mapping[str, Any]) -> None:
+    """Refuse sizes that no model has, before anything is computed from them."""
+    for name in sorted(SIZES & config.keys()):
+        size = config[name]
+        if size is not None and (type(size) is not int or not 1 <= size <= LARGEST):
+            raise ClearheadError(
+                f"Its config says {name} = {str(size)[:40]}, which must be a whole number from 1 "
+                f"to {LARGEST:,}."
+            )
+    for part in PARTS:
+        if isinstance(config.get(part), Mapping):
+            hf_sizes(config[part])
 
 
 def hf_activation(name: str) -> Any:
@@ -121,6 +148,12 @@ def write_head(head: HeadConfig | None, heads: Heads, model: str) -> dict[str, A
         raise ClearheadError(
             f'A {model} with the head "{kind}" has no architecture in transformers. '
             f"It has one for: {', '.join(heads)}. {OUR_LAYOUT}"
+        )
+    if isinstance(head, PoolingConfig) and head.dense:
+        require(
+            head.mode in (None, "first") and not head.normalise,
+            f"The pooler of transformers' {model} takes the first token and leaves the length as "
+            f"it is; this model's differs. {OUR_LAYOUT}",
         )
     said: dict[str, Any] = {"architectures": [heads[kind]]}
     count = getattr(head, "n_labels", None)

@@ -54,7 +54,7 @@ class Transposed(Rule):
         return (self.name,)
 
     def to_ours(self, tensor: Tensor) -> list[Tensor]:
-        return [tensor.T]
+        return [tensor.transpose(0, -1)]
 
     def to_theirs(self, tensors: list[Tensor]) -> Tensor:
         return tensors[0].T.contiguous()
@@ -62,7 +62,10 @@ class Transposed(Rule):
 
 @dataclass(frozen=True)
 class Fused(Rule):
-    """Queries, keys and values in one tensor, one block behind the other."""
+    """Queries, keys and values in one tensor, one block behind the other.
+
+    A tensor that cannot be cut is handed on whole: the check of shapes names it then.
+    """
 
     pattern: str
     """Our name with {} for q, k, v."""
@@ -74,8 +77,9 @@ class Fused(Rule):
         return tuple(self.pattern.replace("{}", part) for part in "qkv")
 
     def to_ours(self, tensor: Tensor) -> list[Tensor]:
-        tensor = tensor.T if self.transposed else tensor
-        return list(tensor.chunk(3, dim=0))
+        tensor = tensor.transpose(0, -1) if self.transposed else tensor
+        parts = tensor.chunk(3, dim=0) if tensor.dim() else ()
+        return list(parts) if len(parts) == 3 else [tensor] * 3
 
     def to_theirs(self, tensors: list[Tensor]) -> Tensor:
         joined = torch.cat(tensors, dim=0)
@@ -96,6 +100,8 @@ class FusedByHead(Rule):
         return tuple(self.pattern.replace("{}", part) for part in "qkv")
 
     def to_ours(self, tensor: Tensor) -> list[Tensor]:
+        if tensor.dim() == 0 or len(tensor) == 0 or len(tensor) % (3 * self.n_heads):
+            return [tensor] * 3  # see Fused
         heads = tensor.unflatten(0, (self.n_heads, 3, -1))
         return [heads[:, part].flatten(0, 1).contiguous() for part in range(3)]
 

@@ -289,7 +289,7 @@ def _window(hf: Mapping[str, Any]) -> int | None:
     if not hf.get("use_sliding_window"):
         return None
     whole = min(hf_value(hf, "max_window_layers", default=28), layers)  # the first ones have none
-    types = ["full_attention"] * whole + ["sliding_attention"] * (layers - whole)
+    types = ["full_attention"] * (whole > 0) + ["sliding_attention"] * (layers > whole)
     kinds = set(hf_value(hf, "layer_types", default=types))
     require(
         len(kinds) == 1,
@@ -325,6 +325,13 @@ def _yarn_factor(rope: Mapping[str, Any]) -> float | None:
     return (above * grown + 1.0) / (below * grown + 1.0)
 
 
+def _positive(rope: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    """A number of theirs above 0: the angles are divided by it."""
+    value = float(rope[name] if default is None else hf_value(rope, name, default=default))
+    require(value > 0, f"Its rotary scaling says {name} = {value}, which must be above 0.")
+    return value
+
+
 def rope_scaling(hf: Mapping[str, Any]) -> RopeScaling | None:
     """Their scaling of the angles in our words."""
     rope = _rope(hf)
@@ -335,19 +342,20 @@ def rope_scaling(hf: Mapping[str, Any]) -> RopeScaling | None:
     if kind == "default":
         return None
     if kind == "linear":
-        return LinearScaling(float(rope["factor"]))
+        return LinearScaling(_positive(rope, "factor"))
     if kind == "yarn":
         return YarnScaling(
-            float(rope["factor"]),
+            _positive(rope, "factor"),
             trained,
-            float(hf_value(rope, "beta_fast", default=32.0)),
-            float(hf_value(rope, "beta_slow", default=1.0)),
+            _positive(rope, "beta_fast", 32.0),
+            _positive(rope, "beta_slow", 1.0),
             _yarn_factor(rope),
             hf_value(rope, "truncate", default=True),
         )
     if kind == "llama3":
-        low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
-        return Llama3Scaling(float(rope["factor"]), low, high, trained)
+        low, high = _positive(rope, "low_freq_factor"), _positive(rope, "high_freq_factor")
+        require(low < high, "Its rotary scaling must have low_freq_factor < high_freq_factor.")
+        return Llama3Scaling(_positive(rope, "factor"), low, high, trained)
     raise ClearheadError(
         f'The rotary scaling "{kind}" is not known here. Known: linear, yarn, llama3.'
     )

@@ -15,7 +15,7 @@ from clearhead.errors import ClearheadError
 from clearhead.layers.norm import LayerNormConfig
 from clearhead.layers.position import AddedPosition, LearnedConfig
 from clearhead.models import bert
-from clearhead.models.hf import OUR_LAYOUT, linear_keys
+from clearhead.models.hf import OUR_LAYOUT, hf_value, linear_keys
 from clearhead.models.keys import Table
 
 OFFSET = 2
@@ -73,20 +73,24 @@ def keys(config: Config) -> Table:
 def from_hf(hf: Mapping[str, Any], names: Collection[str]) -> Config:
     """Their config in our words; `names` are the keys of the file."""
     body = bert.body_from_hf(hf, HEADS)
-    return Config(**body | {"max_len": body["max_len"] - OFFSET})
+    offset = hf_value(hf, "pad_token_id", default=1) + 1  # positions stand behind that of padding
+    return Config(
+        **body | {"max_len": body["max_len"] - offset, "position": LearnedConfig(offset=offset)}
+    )
 
 
 def to_hf(config: Config) -> dict[str, Any]:
     """Our settings as their config."""
-    if config.position != LearnedConfig(offset=OFFSET) or config.token_types == 0:
+    offset = getattr(config.position, "offset", 0)
+    if config.position != LearnedConfig(offset=offset) or offset < 1 or config.token_types == 0:
         raise ClearheadError(
             f"Hugging Face's RoBERTa has learned positions and segments; this model differs. "
             f"{OUR_LAYOUT}"
         )
     return bert.body_to_hf(config, HEADS, "RoBERTa") | {
         "model_type": "roberta",
-        "max_position_embeddings": config.max_len + OFFSET,
-        "pad_token_id": 1,
+        "max_position_embeddings": config.max_len + offset,
+        "pad_token_id": offset - 1,
         "bos_token_id": 0,
         "eos_token_id": 2,
     }

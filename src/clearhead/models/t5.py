@@ -24,7 +24,7 @@ from clearhead.attention.spec import (
     Geometry,
     T5BucketsConfig,
 )
-from clearhead.errors import ClearheadError
+from clearhead.errors import ClearheadError, require
 from clearhead.layers.embed import EmbedConfig
 from clearhead.layers.ffn import FFNConfig, GatedFFNConfig, PlainFFNConfig
 from clearhead.layers.init import Init
@@ -212,6 +212,11 @@ def to_hf(config: Config) -> dict[str, Any]:
             f"this model differs. {OUR_LAYOUT}"
         )
     gated = isinstance(ffn, GatedFFNConfig)
+    require(
+        not (gated and ffn.activation == "gelu"),
+        "Hugging Face's T5 has gates with the tanh form of GELU, not with the exact one. "
+        + OUR_LAYOUT,
+    )
     name = to_hf_activation(ffn.activation)
     if gated and name == "gelu_new":
         name = "gelu"

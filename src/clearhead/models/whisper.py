@@ -199,7 +199,8 @@ def from_hf(hf: Mapping[str, Any], names: Collection[str]) -> Config:
 
 def to_hf(config: Config) -> dict[str, Any]:
     """Our settings as their config."""
-    ff = config.d_ff or 4 * config.d_model
+    ff, last = config.d_ff or 4 * config.d_model, config.vocab_size - 1
+    end = min(50256 if config.vocab_size < 51865 else 50257, last)  # English alone, or many
     return write_head(LMConfig(), HEADS, "Whisper") | {
         "model_type": "whisper",
         "vocab_size": config.vocab_size,
@@ -217,5 +218,7 @@ def to_hf(config: Config) -> dict[str, Any]:
         "dropout": config.dropout,
         "activation_function": to_hf_activation(config.activation),
         "is_encoder_decoder": True,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), end),
+        "decoder_start_token_id": min(end + 1, last),
         "tie_word_embeddings": True,
     }

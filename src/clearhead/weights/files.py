@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from clearhead.errors import ClearheadError, require
-from clearhead.weights.folder import WEIGHTS, read_safetensors
+from clearhead.weights.folder import CONFIG, WEIGHTS, read_config, read_safetensors
 from clearhead.weights.pickles import read_pickle
 
 INDEX = WEIGHTS + ".index.json"
@@ -70,13 +70,15 @@ def file_kind(path: Path) -> Literal["gguf", "openai", "llama2c"]:
     return "llama2c"
 
 
-def inside(folder: Path, name: str) -> Path:
-    """The path of a file of this folder; a name that leads out of it is refused."""
+def inside(folder: Path, name: str, root: Path | None = None) -> Path:
+    """The path of a file of this folder; a name that leads out of it, or out of the model's folder
+    `root` above it, is refused.
+    """
     require(
         Path(name).name == name and name not in ("", ".", ".."),
         f'{folder} names the file "{name}", which is not in the folder: refused.',
     )
-    path, home = folder / name, folder.resolve()
+    path, home = folder / name, (root or folder).resolve()
     target = path.resolve()
     blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
     require(
@@ -99,6 +101,22 @@ def read_json(path: Path) -> Any:
         ) from error
 
 
+def read_settings(folder: Path) -> dict[str, Any]:
+    """config.json of a model's folder, somebody else's or ours."""
+    path = folder / CONFIG
+    if path.is_file():
+        size = inside(folder, CONFIG).stat().st_size
+        require(size <= JSON_LIMIT, f"{path} is larger than any settings file: refused.")
+    return read_config(folder)
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """A JSON file with a table in it, or a clear error."""
+    table = read_json(path)
+    require(isinstance(table, dict), f"{path} must hold a table of settings, not {table!r:.40}.")
+    return table
+
+
 def _shards(folder: Path, index: str) -> dict[str, Tensor]:
     """The tensors of all shards; the index must name each of them once and truly."""
     table = read_json(inside(folder, index))
@@ -110,8 +128,10 @@ def _shards(folder: Path, index: str) -> dict[str, Tensor]:
         f'{folder / index} has no "weight_map" from keys to files: it is damaged.',
     )
     files = sorted(set(where.values()))  # type: ignore[union-attr]
-    missing = [name for name in files if Path(name).name == name and not (folder / name).exists()]
-    require(not missing, f"{folder} lacks these of its {len(files)} shards: {', '.join(missing)}.")
+    missing = [name for name in files if Path(name).name == name and not _exists(folder / name)]
+    require(
+        not missing, f"{folder} lacks these of its {len(files)} shards: {', '.join(missing)[:400]}."
+    )
     tensors: dict[str, Tensor] = {}
     wrong = []
     for name in files:
@@ -126,6 +146,13 @@ def _shards(folder: Path, index: str) -> dict[str, Tensor]:
         f"{' ...' if len(wrong) > 8 else ''}. Download the folder again.",
     )
     return tensors
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name that is longer than names can be
+        return False
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:

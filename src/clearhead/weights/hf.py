@@ -20,10 +20,11 @@ from clearhead.layers.init import initialise
 from clearhead.models.base import Net
 from clearhead.models.family import FamilyConfig, family
 from clearhead.models.heads import PoolingConfig
+from clearhead.models.hf import SIZES, hf_sizes
 from clearhead.models.keys import Dropped, spelt_out
 from clearhead.weights.convert import Report, to_ours, to_theirs
-from clearhead.weights.files import inside, open_weights, read_json
-from clearhead.weights.folder import assemble, read_config
+from clearhead.weights.files import inside, open_weights, read_json, read_settings, read_table
+from clearhead.weights.folder import assemble
 
 # Their model_type -> our family.
 MODEL_TYPES: dict[str, str] = {
@@ -52,7 +53,7 @@ def load_hf(folder: str | Path, **changes: Any) -> tuple[Net, FamilyConfig, Repo
     anew.
     """
     folder = Path(folder)
-    hf = read_config(folder)
+    hf = read_settings(folder)
     module = family_of(hf, folder)
     theirs = open_weights(folder)
     own = hf_config(hf, theirs.keys(), folder)
@@ -60,9 +61,18 @@ def load_hf(folder: str | Path, **changes: Any) -> tuple[Net, FamilyConfig, Repo
     replaced = getattr(config, "head", None) != getattr(own, "head", None)
     theirs, gone = _without_head(theirs, module, own, config) if replaced else (theirs, {})
     tensors, report = to_ours(theirs, module.keys(config), depth(config), module.PREFIX)
+    _check_twins(theirs, report)
     tensors = {name: tensor.float() for name, tensor in tensors.items() if _number(name, tensor)}
-    new = _new_head(config, tensors) if replaced else {}
-    net = assemble(config, tensors | new)
+    try:
+        new = _new_head(config, tensors) if replaced else {}
+        net = assemble(config, tensors | new)
+    except ClearheadError:
+        raise
+    except (RuntimeError, ArithmeticError, TypeError, ValueError) as error:
+        raise ClearheadError(
+            f"{folder}/config.json describes a model that cannot be built "
+            f"({str(error).partition(chr(10))[0][:200]})."
+        ) from error
     return (
         net,
         config,
@@ -73,15 +83,20 @@ def load_hf(folder: str | Path, **changes: Any) -> tuple[Net, FamilyConfig, Repo
 def hf_config(hf: Mapping[str, Any], names: Collection[str], folder: Path) -> FamilyConfig:
     """Their config in our words, checked; `names` are the keys of the weights."""
     module = family_of(hf, folder)
+    hf_sizes(hf)
     try:
         config: FamilyConfig = module.from_hf(hf, names)
     except KeyError as error:
         raise ClearheadError(
             f"{folder}/config.json lacks {error}, which a {hf['model_type']} must say."
         ) from error
-    except (TypeError, AttributeError) as error:
+    except ClearheadError:
+        raise
+    except (TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        empty = sorted(name for name in SIZES & hf.keys() if hf[name] is None)
         raise ClearheadError(
-            f"{folder}/config.json has a setting of the wrong type ({error})."
+            f"{folder}/config.json has a setting of the wrong type ({error})"
+            + (f"; these are null: {', '.join(empty)}." if empty else ".")
         ) from error
     config = type(config).from_dict(config.to_dict(), where=f"{folder.name}/config.json")
     # Before anything is built: a layer has at least one tensor.
@@ -125,6 +140,10 @@ def to_hf(net: Net, config: FamilyConfig) -> tuple[dict[str, Any], dict[str, Ten
         "with "
         "model.save(folder).",
     )
+    require(
+        not any(parameter.is_meta for parameter in net.parameters()),
+        'A model on the meta device has no weights to write: build it without device="meta".',
+    )
     hf = module.to_hf(config)
     aliases = dict(net.ties)
     ours = {
@@ -154,6 +173,10 @@ def _sentence_head(folder: Path) -> dict[str, Any]:
     if not (folder / "modules.json").exists():
         return {}
     modules = read_json(inside(folder, "modules.json"))
+    require(
+        isinstance(modules, list) and all(isinstance(module, dict) for module in modules),
+        f"{folder}/modules.json must hold a list of modules.",
+    )
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
     paths = [str(module.get("path", "")) for module in modules]
     unknown = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
@@ -161,13 +184,29 @@ def _sentence_head(folder: Path) -> dict[str, Any]:
     if "Pooling" not in kinds:
         return {}
     home = folder / inside_folder(paths[kinds.index("Pooling")])
-    said = read_json(inside(home, "config.json"))
+    said = read_table(inside(home, "config.json", folder))
     modes = {"cls_token": "first", "mean_tokens": "mean", "max_tokens": "max", "lasttoken": "last"}
     asked = [ours for theirs, ours in modes.items() if said.get(f"pooling_mode_{theirs}")]
     require(
         len(asked) == 1, f"{home} asks for the poolings {asked}: one is supported, not several."
     )
     return {"head": PoolingConfig(asked[0], normalise="Normalize" in kinds)}  # type: ignore[arg-type]
+
+
+def _check_twins(theirs: Mapping[str, Tensor], report: Report) -> None:
+    """Where a file has a parameter of ours under two names, both must be the same numbers."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, ours in report.became.items():
+        names.setdefault(ours, []).append(name)
+    broken = [
+        ", ".join(twins)
+        for twins in names.values()
+        if any(not theirs[name].equal(theirs[twins[0]]) for name in twins[1:])
+    ]
+    require(
+        not broken,
+        f"One tensor here, but two different tensors in the file: {'; '.join(broken)}.",
+    )
 
 
 def inside_folder(name: str) -> str:
@@ -183,12 +222,17 @@ def _without_head(
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Their tensors without those of a head that was replaced by another."""
     old, new = (spelt_out(module.keys(c), depth(own)) for c in (own, config))
+    labels = [(type(c.head), getattr(c.head, "n_labels", None)) for c in (own, config)]  # type: ignore[attr-defined]
     gone = {}
     for name in theirs:
         key = name if name in old else module.PREFIX + name
         rule = old.get(key)
-        of_head = rule is not None and any(part.startswith("head.") for part in rule.ours)
-        if of_head and (key not in new or isinstance(new[key], Dropped)):
+        parts = rule.ours if rule is not None else ()
+        kept = key in new and not isinstance(new[key], Dropped)
+        # A dense layer before the labels may serve another head; the labels themselves may not.
+        if kept and labels[0] != labels[1]:
+            kept = not any(part.startswith("head.proj.") for part in parts)
+        if any(part.startswith("head.") for part in parts) and not kept:
             gone[name] = "of the file's own head, which was replaced"
     return {name: t for name, t in theirs.items() if name not in gone}, gone
 

@@ -151,8 +151,10 @@ def _graphs(net: Net) -> list[Graph]:
         if isinstance(net.embed, PatchEmbedding):
             return [Graph("model", partial(net), _pixels(net.embed), out)]
         if isinstance(net.embed, Embedding):
-            types = () if net.embed.types is None else (Input("types", _IDS.axes),)
-            return [Graph("model", partial(_text, net, net), (*_text_inputs(), *types), out)]
+            types, inputs = net.embed.types, _text_inputs()
+            if types is not None and types.num_embeddings > 1:
+                inputs = (*inputs, Input("types", _IDS.axes))
+            return [Graph("model", partial(_text, net, net), inputs, out)]
     raise ClearheadError(
         f"A {type(net).__name__} has no form in ONNX here: encoders of text and images, decoders, "
         "encoder-decoders and two-tower models have. Save it, or export it to another format."
@@ -419,7 +421,6 @@ def _quiet() -> Iterator[None]:
     log.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"(torch|onnx)")
             warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
             warnings.filterwarnings("ignore", message="# The axis name", category=UserWarning)
             yield
