@@ -431,19 +431,17 @@ def _bert_row(kind: str, model: type, name: str = "bert", **more: Any) -> Row:
     return _both_ways(name, kind, lambda: _bert(model, **_labels(kind)), True, **more)
 
 
-def _roberta_row(kind: str, model: type, **more: Any) -> Row:
-    # Theirs finds empty slots by their id and does not count them.
+def _roberta_row(kind: str, model: type, name: str = "roberta", empty: int = 1, **more: Any) -> Row:
+    # Theirs finds empty slots by their id, does not count them, and starts behind that id.
     padding = OWN[:1] if kind in POOLED else OWN
-    tokens = {"type_vocab_size": 1, "pad_token_id": 1, "max_position_embeddings": 66}
+    tokens = {"type_vocab_size": 1, "pad_token_id": empty, "max_position_embeddings": 66}
     tokens |= _labels(kind)
-    more = {"padding": padding, "empty": 1} | more
-    return _both_ways("roberta", kind, lambda: _bert(model, **tokens), False, **more)
+    more = {"padding": padding, "empty": empty} | more
+    return _both_ways(name, kind, lambda: _bert(model, **tokens), False, **more)
 
 
-def _distilbert_row(kind: str, model: type, **more: Any) -> Row:
-    return _both_ways(
-        "distilbert", kind, lambda: _distilbert(model, **_labels(kind)), False, **more
-    )
+def _distilbert_row(kind: str, model: type, name: str = "distilbert", **more: Any) -> Row:
+    return _both_ways(name, kind, lambda: _distilbert(model, **_labels(kind)), False, **more)
 
 
 ROWS = [
@@ -507,6 +505,7 @@ ROWS = [
     _roberta_row("none", tf.RobertaModel, unfilled=POOLER_KEYS),
     _roberta_row("pooling", tf.RobertaModel, head=POOLER),
     _roberta_row("masked_lm", tf.RobertaForMaskedLM, check=True),
+    _roberta_row("masked_lm", tf.RobertaForMaskedLM, "roberta padded with 0", empty=0),
     _roberta_row("classification", tf.RobertaForSequenceClassification),
     _roberta_row("tagging", tf.RobertaForTokenClassification),
     _roberta_row("span", tf.RobertaForQuestionAnswering),
@@ -515,6 +514,14 @@ ROWS = [
     _distilbert_row("classification", tf.DistilBertForSequenceClassification),
     _distilbert_row("tagging", tf.DistilBertForTokenClassification),
     _distilbert_row("span", tf.DistilBertForQuestionAnswering),
+    _distilbert_row(
+        "pooling",
+        tf.DistilBertModel,
+        "sentence-transformers distilbert",
+        read=sentence,
+        padding=BOTH,
+        beside=sentence_files,
+    ),
     # images
     Row(
         "vit classification",

@@ -348,6 +348,7 @@ def test_a_decoder_takes_what_the_tokeniser_gives(tmp_path):
 def test_an_exported_translator_still_starts_with_the_same_token(family, tmp_path):
     model = with_words(family)
     assert model.tokenizer.pad_id == 1
+    # Checked signatures hide from torch that decoding is a generator, so it is told here.
     with torch.inference_mode():
         expected = model.generate("the cat", max_new_tokens=6)
     ch.export(model, tmp_path / "out")

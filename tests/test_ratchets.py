@@ -337,6 +337,7 @@ API: dict[str, str] = {
     "Model.chat": "(self, messages, **settings)",
     "Model.embed": "(self, texts)",
     "Model.transcribe": "(self, sound, language='en')",
+    "Model.labels": "(self)",
     "Model.save": "(self, folder)",
     "Model.write_companions": "(self, folder)",
     "Positions": "",

@@ -95,7 +95,7 @@ def export(model: Model, folder: str | Path, to: Target = "hf", dtype: str | Non
     if to == "hf":
         _export_hf(model, folder)
     elif to == "onnx":
-        export_onnx(model.net, model.config, folder)
+        export_onnx(model.net, model.config, folder, model.tokenizer)
     else:
         words = None
         if model.tokenizer is not None:

@@ -29,7 +29,6 @@ from clearhead.weights.files import (
 from clearhead.weights.folder import (
     COMPANIONS,
     CONFIG,
-    FORMAT,
     LABELS,
     assemble,
     load_model,
@@ -64,7 +63,7 @@ def read_folder(folder: Path, **changes: Any) -> tuple[Model, Report]:
     if folder.is_dir() and not (folder / CONFIG).exists():
         return read_file(single_file(folder))
     description = read_settings(folder)
-    if description.get("format") == FORMAT:
+    if str(description.get("format")).startswith("clearhead/"):
         net, config = load_model(folder)
         require(
             not changes, "A head can be changed on a foreign body; build ours with another head."

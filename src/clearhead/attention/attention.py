@@ -53,8 +53,7 @@ class Attention(nn.Module):
         require(
             n_kv_heads >= 1 and n_heads % n_kv_heads == 0,
             f"n_heads = {n_heads} does not divide by n_kv_heads = {n_kv_heads}: each key/value "
-            "head serves "
-            "the same number of query heads.",
+            "head serves the same number of query heads.",
         )
         head_dim = head_dim or d_model // n_heads
         d_source = d_model if d_source is None else d_source

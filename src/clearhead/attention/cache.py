@@ -46,8 +46,7 @@ class Slots:
         require(
             self.reach is not None or at.hi < self.size,
             f"The cache holds {self.size} positions, and position {at.hi} was asked for: make a "
-            "longer one, "
-            "new_cache(..., max_len=...).",
+            "longer one, new_cache(..., max_len=...).",
         )
 
     def begin(self, at: Positions) -> Positions:
@@ -113,8 +112,8 @@ class Slots:
             require(
                 self.reach is None or lost <= 0 or end >= top or end - self.reach + 1 >= lost,
                 f"A ring of {self.size} slots that stands at position {top} cannot go back to "
-                f"{end} and still show "
-                f"a window of {self.reach}: make the cache with slack={top - end} or more.",
+                f"{end} and still show a window of {self.reach}: make the cache with "
+                f"slack={top - end} or more.",
             )
 
     def trim(self, ends: tuple[int, ...]) -> None:

@@ -57,9 +57,7 @@ class NTKScaling(RopeScaling, kind="ntk"):
         _check_factor(self.factor)
 
     def stretch(self, frequencies: Tensor, theta: float, width: int) -> tuple[Tensor, float]:
-        require(
-            width > 2, "NTK scaling spreads over several pairs: a width of 2 has only one."
-        )
+        require(width > 2, "NTK scaling spreads over several pairs: a width of 2 has only one.")
         theta = theta * self.factor ** (width / (width - 2))
         return _frequencies(theta, width, frequencies.device), 1.0
 
@@ -157,9 +155,8 @@ class Rotary(nn.Module):
         require(
             0 < width <= head_dim and width % 2 == 0,
             f"Rotary positions turn pairs of numbers: {fraction} of a head of {head_dim} is "
-            f"{width}, "
-            "which must be even and at least 2. Change head_dim (d_model / n_heads) or the "
-            "fraction.",
+            f"{width}, which must be even and at least 2. Change head_dim (d_model / n_heads) or "
+            "the fraction.",
         )
         self.width, self.whole = width, width == head_dim
         self.theta, self.scaling = theta, scaling

@@ -59,7 +59,9 @@ class Embedding(nn.Module):
                 if not self.beside
                 else torch.cat((x, place.expand(x.shape[0], -1, -1)), 2)
             )
-        if self.types is not None:
+        if self.types is None:
+            require(types is None, "This model has no segments, so it takes no types.")
+        else:
             x = x + (self.types.weight[0] if types is None else self.types(types))
         if self.norm is not None:
             x = self.norm(x)
@@ -85,8 +87,8 @@ class Embedding(nn.Module):
         """Refuse what are no ids by their rank and type, which takes no look at the numbers."""
         if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
             raise ClearheadError(
-                "Token ids are whole numbers of shape [batch, length]; these are "
-                f"{ids.dtype} of shape {tuple(ids.shape)}."
+                f"Token ids are whole numbers of shape [batch, length]; these are {ids.dtype} of "
+                f"shape {tuple(ids.shape)}."
                 + (" For a single sequence write ids.unsqueeze(0)." if ids.dim() == 1 else "")
                 + (" For other whole numbers write ids.long()." if ids.dim() == 2 else "")
             )

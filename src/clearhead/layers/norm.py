@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from clearhead.config import Spec
+from clearhead.errors import require
 
 
 class NormConfig(Spec):
@@ -30,6 +31,9 @@ class LayerNormConfig(NormConfig, kind="layer_norm"):
     bias: bool = True
     """Whether there is a bias beside the gain."""
 
+    def __post_init__(self) -> None:
+        require(self.eps >= 0, f"The epsilon of a norm must be 0 or more, not {self.eps}.")
+
     def build(self, width: int) -> nn.Module:
         return nn.LayerNorm(width, eps=self.eps, bias=self.bias)
 
@@ -40,6 +44,9 @@ class RMSNormConfig(NormConfig, kind="rms_norm"):
 
     eps: float = 1e-6
     """Added to the mean square."""
+
+    def __post_init__(self) -> None:
+        require(self.eps >= 0, f"The epsilon of a norm must be 0 or more, not {self.eps}.")
 
     def build(self, width: int) -> nn.Module:
         return nn.RMSNorm(width, eps=self.eps)

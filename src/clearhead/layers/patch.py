@@ -49,8 +49,8 @@ class PatchEmbedding(nn.Module):
         require(
             pixels.dim() == 4 and tuple(pixels.shape[1:]) == wanted and pixels.is_floating_point(),
             f"Images are floating-point numbers of shape [batch, {', '.join(map(str, wanted))}]; "
-            "these are "
-            f"{pixels.dtype} of shape {tuple(pixels.shape)}: resize and normalise them first.",
+            f"these are {pixels.dtype} of shape {tuple(pixels.shape)}: resize and normalise them "
+            "first.",
         )
         return Positions.span(0, self.side**2 + 1, pixels.device) if at is None else at
 

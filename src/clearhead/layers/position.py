@@ -65,9 +65,8 @@ class Learned(nn.Module):
         require(
             at.hi < self.max_len,
             f"Position {at.hi} is beyond the learned table of {self.max_len} positions: shorten "
-            "the text to "
-            f"{self.max_len} tokens, or build the model with a larger max_len (or positions "
-            "without a table).",
+            f"the text to {self.max_len} tokens, or build the model with a larger max_len (or "
+            "positions without a table).",
         )
         return self.table(at.pos.clamp(min=0) + self.offset)
 

@@ -34,8 +34,8 @@ class SoundEmbedding(nn.Module):
         require(
             mel.dim() == 3 and mel.shape[1] == self.n_mels and mel.is_floating_point(),
             f"Sound comes as log-mel frames of shape [batch, {self.n_mels}, frames]; this is "
-            f"{mel.dtype} of "
-            f"shape {tuple(mel.shape)}: make them with clearhead.media.audio.log_mel(wave).",
+            f"{mel.dtype} of shape {tuple(mel.shape)}: make them with "
+            "clearhead.media.audio.log_mel(wave).",
         )
         return Positions.span(0, (mel.shape[2] + 1) // 2, mel.device) if at is None else at
 

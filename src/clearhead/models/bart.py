@@ -170,8 +170,7 @@ def to_hf(config: Config) -> dict[str, Any]:
     if not marian and (config.position != LearnedConfig(offset=OFFSET) or not config.embed_norm):
         raise ClearheadError(
             "Hugging Face's BART has learned positions and a norm on the embeddings, its Marian "
-            "sines and no "
-            f"norm; this model has another combination. {OUR_LAYOUT}"
+            f"sines and no norm; this model has another combination. {OUR_LAYOUT}"
         )
     layers, ff = config.n_decoder_layers or config.n_layers, config.d_ff or 4 * config.d_model
     pad = config.vocab_size - 1 if marian else 1  # their own defaults may be beyond the vocabulary

@@ -44,8 +44,8 @@ Shape = Literal["encoder", "decoder", "encoder-decoder", "two-tower"]
 
 
 class _NoDraw(TorchFunctionMode):
-    """Leaves out what nn.Linear and others draw for themselves: on meta it imports a compiler
-    first.
+    """Leaves out what nn.Linear and others draw for themselves: `initialise` draws all of it, from
+    the generator given; and on the meta device their draws would import a compiler first.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -82,7 +82,8 @@ class FamilyConfig(Spec):
 
     def build(self, generator: torch.Generator | None = None) -> Net:
         """The network, its weights drawn in the family's own style (on meta: not drawn)."""
-        net = self.network()
+        with _NoDraw():
+            net = self.network()
         if next(net.parameters()).device.type != "meta":
             initialise(net, self.init, generator)
         return net

@@ -38,9 +38,9 @@ SIZES = frozenset(
     "vocab_size hidden_size n_embd dim d_model intermediate_size n_inner hidden_dim d_ff "  # noqa: SIM905
     "encoder_ffn_dim num_hidden_layers n_layer n_layers num_layers num_decoder_layers "
     "encoder_layers decoder_layers num_attention_heads n_head n_heads num_heads "
-    "encoder_attention_heads num_key_value_heads head_dim d_kv max_position_embeddings "
-    "n_positions max_source_positions max_target_positions original_max_position_embeddings "
-    "sliding_window relative_attention_num_buckets relative_attention_max_distance num_mel_bins "
+    "encoder_attention_heads num_key_value_heads head_dim d_kv max_position_embeddings n_positions "
+    "max_source_positions max_target_positions original_max_position_embeddings sliding_window "
+    "relative_attention_num_buckets relative_attention_max_distance num_mel_bins "
     "image_size patch_size num_channels projection_dim num_labels".split()
 )
 PARTS = ("text_config", "vision_config", "rope_parameters", "rope_scaling")

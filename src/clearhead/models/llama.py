@@ -293,8 +293,8 @@ def _window(hf: Mapping[str, Any]) -> int | None:
     kinds = set(hf_value(hf, "layer_types", default=types))
     require(
         len(kinds) == 1,
-        "In this model some layers have a window and others see everything, which is not "
-        "supported here.",
+        "In this model some layers have a window and others see everything, which is not supported "
+        "here.",
     )
     return window if kinds == {"sliding_attention"} else None
 

@@ -28,8 +28,7 @@ def difference_to_transformers(net: Net, config: FamilyConfig, folder: str) -> f
     require(
         len(names) > 0 and hasattr(transformers, names[0]),
         f"{folder}/config.json names no architecture of transformers, so there is nothing to "
-        "compare "
-        "with.",
+        "compare with.",
     )
     theirs = getattr(transformers, names[0]).from_pretrained(folder, dtype=torch.float32).eval()
     inputs, ours = _inputs(net, config)

@@ -38,7 +38,7 @@ def to_ours(
     rules = spelt_out(table, n_layers)
     ours: dict[str, Tensor] = {}
     report = Report()
-    unknown = []
+    unknown, twice = [], []
     for name, tensor in tensors.items():
         key = name if name in rules else prefix + name
         if key not in rules:
@@ -47,7 +47,14 @@ def to_ours(
             report.dropped[name] = rule.why
         else:
             report.became[name] = rule.ours
-            ours |= zip(rule.ours, rule.to_ours(tensor), strict=True)
+            for part, value in zip(rule.ours, rule.to_ours(tensor), strict=True):
+                if part in ours and not ours[part].equal(value):
+                    twice.append(part)
+                ours[part] = value
+    if twice:
+        raise ClearheadError(
+            f"The file has these parameters twice, with different numbers: {_some(twice)}."
+        )
     if unknown:
         raise ClearheadError(
             f"These keys of the file have no place in this model: {_some(unknown)}."

@@ -128,8 +128,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     except (SafetensorError, OSError, ValueError) as error:
         raise ClearheadError(
             f"{path} is not a whole safetensors file ({error}): it is truncated, damaged or of "
-            "another format. "
-            "Copy or save it again."
+            "another format. Copy or save it again."
         ) from error
 
 
@@ -148,8 +147,7 @@ def whole_folder(folder: str | Path, names: set[str]) -> Iterator[Path]:
         require(
             not others,
             f"{folder} holds other things too ({', '.join(others[:5])}), which saving there would "
-            "delete: "
-            "choose another folder.",
+            "delete: choose another folder.",
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))

@@ -120,8 +120,7 @@ def family_of(hf: Mapping[str, Any], folder: Path) -> ModuleType:
     require(
         not hf.get("quantization_config"),
         f"{folder} holds quantised weights ({hf.get('quantization_config')}): load the original, "
-        "unquantised "
-        "folder, or a GGUF file.",
+        "unquantised folder, or a GGUF file.",
     )
     return family(MODEL_TYPES[kind])
 
@@ -137,8 +136,7 @@ def to_hf(net: Net, config: FamilyConfig) -> tuple[dict[str, Any], dict[str, Ten
     require(
         hasattr(module, "to_hf"),
         f"The family {config.kind} has no architecture in transformers. Save it in our own layout "
-        "with "
-        "model.save(folder).",
+        "with model.save(folder).",
     )
     require(
         not any(parameter.is_meta for parameter in net.parameters()),

@@ -1,0 +1,135 @@
+"""Real pretrained weights: what published models say, through the calls that users make.
+
+CLEARHEAD_WEIGHTS is a folder as `get-weights` lays it out (minilm/ stories15m/ whisper/ smollm2/;
+beside Whisper's file gpt2.tiktoken), CLEARHEAD_DATA one with data sets (stsb/ jfk/). Without them
+these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import clearhead as ch
+
+PUBLISHED_SPEARMAN = 0.8203
+STORY = ", there was a little girl named Lily. She loved to play outside in the sunshine."
+SPEECH = (
+    "And so my fellow Americans ask not what your country can do for you, ask what you can do for "
+    "your country."
+)
+
+
+def under(variable: str, *names: str) -> Path:
+    """A file below the folder that a variable names, or a skip that says what is missing."""
+    if not os.environ.get(variable):
+        pytest.skip(f"{variable} is not set: see the top of this file")
+    path = Path(os.environ[variable]).joinpath(*names)
+    if not path.exists():
+        pytest.skip(f"{path} is not there: see the top of this file")
+    return path
+
+
+# --- MiniLM ---
+
+
+@pytest.fixture(scope="module")
+def minilm() -> ch.Model:
+    return ch.load(under("CLEARHEAD_WEIGHTS", "minilm"))
+
+
+def sentence_pairs() -> tuple[list[str], list[str], list[float]]:
+    with under("CLEARHEAD_DATA", "stsb", "stsb-en-test.csv").open(encoding="utf-8") as file:
+        rows = list(csv.reader(file))
+    return [row[0] for row in rows], [row[1] for row in rows], [float(row[2]) for row in rows]
+
+
+def ranks(values: Tensor) -> Tensor:
+    """1, 2, 3, ... in order of size; equal values share the mean of their ranks."""
+    _, place, count = values.unique(return_inverse=True, return_counts=True)
+    last = count.cumsum(0).double()
+    return (last - (count - 1) / 2)[place]
+
+
+def spearman(a: Tensor, b: Tensor) -> float:
+    return float(torch.corrcoef(torch.stack((ranks(a), ranks(b))))[0, 1])
+
+
+def test_ranks_average_ties():
+    assert ranks(torch.tensor([3.0, 1.0, 3.0, 2.0])).tolist() == [3.5, 1.0, 3.5, 2.0]
+    assert spearman(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 8.0, 27.0])) == 1.0
+
+
+def test_minilm_ranks_sentence_pairs_as_published(minilm):
+    first, second, scores = sentence_pairs()
+    assert len(scores) == 1379
+    similarity = (minilm.embed(first) * minilm.embed(second)).sum(dim=1)
+    got = spearman(similarity.double(), torch.tensor(scores, dtype=torch.float64))
+    assert got == pytest.approx(PUBLISHED_SPEARMAN, abs=1e-4)
+
+
+def test_minilm_gives_the_vectors_of_transformers(minilm):
+    transformers = pytest.importorskip("transformers")
+    folder = under("CLEARHEAD_WEIGHTS", "minilm")
+    first, second, _ = sentence_pairs()
+    texts = first[:200] + second[:200]
+    hf = transformers.AutoModel.from_pretrained(folder).eval()
+    words = transformers.AutoTokenizer.from_pretrained(folder)
+    expected = []
+    with torch.inference_mode():
+        for start in range(0, len(texts), 50):
+            batch = words(texts[start : start + 50], padding=True, return_tensors="pt")
+            mask = batch["attention_mask"].unsqueeze(2)
+            x = hf(**batch).last_hidden_state
+            expected.append(F.normalize((x * mask).sum(dim=1) / mask.sum(dim=1), dim=1))
+    torch.testing.assert_close(minilm.embed(texts), torch.cat(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_minilm_survives_our_folder_and_theirs(minilm, tmp_path):
+    texts = ["A girl is styling her hair.", "A plane is taking off. " * 90]
+    expected = minilm.embed(texts)
+    minilm.save(tmp_path / "own")
+    ch.export(minilm, tmp_path / "hf")
+    for name in ("own", "hf"):
+        assert ch.load(tmp_path / name).embed(texts).equal(expected)
+
+
+# --- stories15M ---
+
+
+def test_stories15m_tells_the_story_of_llama2c():
+    model = ch.load(under("CLEARHEAD_WEIGHTS", "stories15m"))
+    assert model.generate("Once upon a time", max_new_tokens=40).startswith(STORY)
+
+
+# --- Whisper ---
+
+
+def test_whisper_hears_every_word():
+    pytest.importorskip("soundfile")
+    folder = under("CLEARHEAD_WEIGHTS", "whisper")
+    under("CLEARHEAD_WEIGHTS", "whisper", "gpt2.tiktoken")
+    # Checked signatures hide from torch that decoding is a generator, so it is told here.
+    with torch.inference_mode():
+        heard = ch.load(folder).transcribe(under("CLEARHEAD_DATA", "jfk", "jfk.flac"))
+    assert spoken(heard) == spoken(SPEECH)
+
+
+def spoken(text: str) -> list[str]:
+    return re.findall(r"[a-z']+", text.lower())
+
+
+# --- SmolLM2 ---
+
+
+def test_smollm2_knows_a_capital():
+    model = ch.load(under("CLEARHEAD_WEIGHTS", "smollm2"))
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    assert "Paris" in model.chat(question, max_new_tokens=20)
