@@ -79,7 +79,7 @@ class Args:
     """Processes of each contender."""
     folder: Path | None = None
     """A Hugging Face folder of a GPT-2; without it one is made with random weights (500 MB)."""
-    threads: int = 2
+    threads: int = 1
     """PyTorch's threads."""
     json: bool = False
     """Print JSON."""
@@ -120,7 +120,7 @@ def main(args: Args) -> None:
         facts: dict[str, Any] = {who: asdict(result) for who, result in results.items()}
         print(json.dumps(facts | {"ratio_load": ratio, "ratio_both": ratio_both}, indent=1))
         return
-    print(f"weights {size / 1e6:.0f} MB, {args.rounds} processes each, {args.threads} threads")
+    print(f"weights {size / 1e6:.0f} MB, {args.rounds} processes each, {args.threads} thread(s)")
     print(f"{'':14}{'load':>10}{'forward':>10}{'memory: load':>15}{'+ forward':>12}")
     for who, r in results.items():
         print(

@@ -2,8 +2,9 @@
 
     python examples/first_model.py            about 25 seconds on two cores
 
-The text is Python's own manual, which is installed wherever Python is. The loop is plain PyTorch on purpose: this is all
-that training is. The attention pattern at the end is the one the model really used.
+The text is Python's own manual, which is installed wherever Python is. The loop is plain PyTorch on
+purpose: this is all that training is. The attention pattern at the end is the one the model really
+used.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What README and docs say is run: the Python blocks in order, the commands, and the errata's numbers."""
+"""What README and docs say is run: Python blocks in order, commands, and the errata's numbers."""
 
 import re
 import shlex

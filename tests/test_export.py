@@ -466,7 +466,7 @@ def test_what_fails_in_the_middle_leaves_nothing(tmp_path, monkeypatch):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(ch.Model, "write_companions", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(ClearheadError, match="No space left"):
         ch.export(model, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 

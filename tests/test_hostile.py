@@ -649,11 +649,15 @@ setting("llama lm", "cannot be built|do not fit", num_attention_heads=MANY, head
 setting("llama lm", "heads", num_key_value_heads=MANY)
 setting("gpt2 classification", "num_labels = 1000000000000", num_labels=10**12)
 setting("gpt2 classification", "of another shape: head.proj.weight", num_labels=MANY)
-setting("vit classification", "do not fit|cannot be built", image_size=MANY, patch_size=1)
+setting(
+    "vit classification", "do not fit|cannot be built|more than any", image_size=MANY, patch_size=1
+)
 setting("vit classification", "of another shape: embed.proj.weight", num_channels=MANY)
 setting("clip", "of another shape: .*text_proj", projection_dim=MANY)
 setting("whisper", "of another shape: .*position", max_source_positions=MANY)
-setting("t5 v1.0", "of another shape: .*bias.table", relative_attention_num_buckets=MANY)
+setting(
+    "t5 v1.0", "of another shape: .*bias.table|exact buckets", relative_attention_num_buckets=MANY
+)
 setting("bert masked_lm", "of another shape: .*types|cannot be built", type_vocab_size=10**12)
 setting("bert masked_lm", "cannot be built|config.json", type_vocab_size=10**30)
 
@@ -666,7 +670,7 @@ for name in ("n_layer", "n_embd", "n_head", "vocab_size", "n_positions"):
 setting("gpt2 lm", "does not divide by n_heads = 5", n_head=5)
 setting("llama lm", "heads", num_key_value_heads=3)
 setting("llama lm", "num_key_value_heads = 0", num_key_value_heads=0)
-setting("roberta masked_lm", "max_len of 1 or more", max_position_embeddings=1)
+setting("roberta masked_lm", "max_len (must be|of) 1 or more", max_position_embeddings=1)
 setting("mistral lm", "sliding_window = -4", sliding_window=-4)
 setting("vit classification", "patch_size = 0", patch_size=0)
 setting("vit classification", "does not divide into patches", patch_size=5)
@@ -676,7 +680,10 @@ setting("clip", "lacks 'vocab_size'", text_config={})
 
 # Numbers that make no sense.
 setting("gpt2 lm", "dropout must be in", resid_pdrop=2)
-setting("gpt2 lm", "finite", layer_norm_epsilon=float("nan"))
+setting("gpt2 lm", "layer_norm_epsilon = nan", layer_norm_epsilon=float("nan"))
+setting("gpt2 lm", "layer_norm_epsilon = -1.0", layer_norm_epsilon=-1.0)
+setting("llama lm", "rms_norm_eps = -1", rms_norm_eps=-1)
+setting("clip", "layer_norm_eps = -1", vision_config__layer_norm_eps=-1)
 setting("llama lm", "theta", rope_parameters__rope_theta=0)
 setting("llama lm", "theta|config.json", rope_parameters__rope_theta="many")
 setting("llama rope linear lm", "factor", rope_parameters__factor=0)
@@ -791,14 +798,14 @@ def tie_of_two_sides_that_the_file_breaks(folder):
 
 
 @hostile(
-    "two different tensors.*encoder.embed_tokens.weight",
+    "twice, with different numbers: encoder.embed.tokens.weight",
     "t5 v1.0",
 )
 def one_parameter_under_two_names_that_differ(folder):
     change_weights(folder, lambda ts: ts | {"encoder.embed_tokens.weight": torch.zeros(99, 32)})
 
 
-@hostile("two different tensors.*cls.predictions", "bert masked_lm")
+@hostile("twice, with different numbers: head.proj.bias", "bert masked_lm")
 def one_bias_under_two_names_that_differ(folder):
     change_weights(folder, lambda ts: ts | {"cls.predictions.decoder.bias": torch.zeros(99)})
 

@@ -217,5 +217,5 @@ def test_heads_that_cannot_be(row, new, message, folder_of):
 
 def test_our_own_folders_keep_their_head(folder_of, tmp_path):
     ch.load(folder_of("gpt2 lm")).save(tmp_path / "own")
-    with pytest.raises(ClearheadError, match="A head can be changed on a foreign body"):
+    with pytest.raises(ClearheadError, match="Another head can be put on the body"):
         ch.load(tmp_path / "own", head=LABELS)

@@ -348,7 +348,7 @@ def test_a_failed_export_leaves_the_old_folder(tmp_path, quick, monkeypatch):
             raise OSError("No space left on device")
 
     monkeypatch.setattr(exporter, "_write", fail)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(ClearheadError, match="No space"):
         export_onnx(build("llama").net, build("llama").config, tmp_path / "it")
     assert {path: path.read_bytes() for path in (tmp_path / "it").iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["it"]

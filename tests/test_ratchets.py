@@ -336,6 +336,7 @@ API: dict[str, str] = {
     "Model.stream": "(self, prompt, **settings)",
     "Model.chat": "(self, messages, **settings)",
     "Model.embed": "(self, texts)",
+    "Model.see": "(self, *images)",
     "Model.transcribe": "(self, sound, language='en')",
     "Model.labels": "(self)",
     "Model.save": "(self, folder)",

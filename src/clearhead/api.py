@@ -64,8 +64,7 @@ def load(
     path = Path(source).expanduser()
     changes = {} if head is None else {"head": head}
     if path.is_file():
-        model, said = read_file(path)
-        require(head is None, "A head can be changed on a folder's model, not on a single file's.")
+        model, said = read_file(path, **changes)
     elif path.exists() or _looks_like_path(str(source)):
         model, said = read_folder(path, **changes)
     else:

@@ -61,7 +61,10 @@ class Spec:
         _refuse_unknown(
             type(self), [key.partition(".")[0] for key in changes], self.kind or "config"
         )
-        for key, value in changes.items():
+        hints = _hints(type(self))
+        for key, value in sorted(
+            changes.items(), key=lambda item: "." in item[0]
+        ):  # whole ones first
             name, _, rest = key.partition(".")
             if rest:
                 inner = data[name]
@@ -69,8 +72,9 @@ class Spec:
                     raise ClearheadError(
                         f'"{key}": {name} is {inner!r}, which has no setting "{rest}".'
                     )
-                value = inner.changed(**{rest: value})
-            data[name] = value
+                data[name] = inner.changed(**{rest: value})
+            else:
+                data[name] = _read(value, hints[name], f"{self.kind or 'config'}.{name}")
         return type(self).from_dict(data, self.kind or "config")
 
 

@@ -21,10 +21,14 @@ from clearhead.generate.vectors import embed_texts
 from clearhead.layers.embed import check_ids
 from clearhead.layers.sound import SoundEmbedding
 from clearhead.media.audio import read_audio
+from clearhead.media.image import ImageProcessor
 from clearhead.models.base import EncoderDecoder, Net
 from clearhead.models.family import FamilyConfig
+from clearhead.models.heads import LMHead
 from clearhead.text.tokenizer import Tokenizer
 from clearhead.weights.folder import LABELS, save_model
+
+INPUTS = {"encoder-decoder": " (source, target)", "two-tower": " (ids, pixels)"}
 
 
 class Model:
@@ -50,7 +54,7 @@ class Model:
         require(
             len(ids) == wanted,
             f"This {self.config.shape} takes {wanted} tensor(s)"
-            f"{' (source, target)' if wanted == 2 else ''}, not {len(ids)}.",
+            f"{INPUTS.get(self.config.shape, '')}, not {len(ids)}.",
         )
         for tensor in ids:
             require(
@@ -60,6 +64,18 @@ class Model:
             )
         for tensor, size in zip(ids, self._vocabularies(wanted), strict=True):
             check_ids(tensor, size)
+        require(
+            at is None or isinstance(at, Positions),
+            "at says where the tokens stand: ch.Positions.ragged([9, 5]), say.",
+        )
+        known = {"types", "source_at", "target_at"}
+        require(
+            set(more) <= known,
+            f"A model takes no {sorted(set(more) - known)}. Padding is said with positions: "
+            "at=ch.Positions.ragged(lengths).",
+        )
+        if more.get("types") is not None:
+            check_ids(more["types"], getattr(self.config, "token_types", 0) or 1, "Segment")
         require(
             at is None or not isinstance(self.net, EncoderDecoder),
             "An encoder-decoder takes source_at and target_at, not at.",
@@ -90,21 +106,17 @@ class Model:
     def stream(self, prompt: str, **settings: Any) -> Iterator[str]:
         """The same piece by piece, as soon as it is known; never half a character."""
         tokenizer = self._tokenizer()
-        require(
-            self.config.shape in ("decoder", "encoder-decoder"),
-            f"A {self.config.kind} is an encoder and cannot generate text: use a decoder or an "
-            "encoder-decoder.",
-        )
+        self._check_writes()
         sampling = self._sampling(settings)
+        given = torch.tensor([tokenizer.encode(prompt)], device=next(self.net.parameters()).device)
+        check_ids(given, self.config.vocab_size)
         if isinstance(self.net, EncoderDecoder):
-            source = torch.tensor([tokenizer.encode(prompt)])
-            check_ids(source, self.config.vocab_size)
-            with torch.inference_mode():
-                memory = self.net.encode(source)
+            with torch.inference_mode(), self.net.at_rest():
+                memory = self.net.encode(given)
             ids = [self._start_id()]
             text = tokenizer.target.decode_stream()
         else:
-            memory, ids, text = None, tokenizer.encode(prompt), tokenizer.decode_stream()
+            memory, ids, text = None, given[0].tolist(), tokenizer.decode_stream()
         for token in decode_tokens(self.net, ids, sampling, self.config.max_len, memory):
             if piece := text.feed(token):
                 yield piece
@@ -114,7 +126,13 @@ class Model:
     def chat(self, messages: Sequence[Mapping[str, str]], **settings: Any) -> str:
         """The answer to a conversation: [{"role": "user", "content": "..."}]."""
         tokenizer = self._tokenizer()
+        self._check_writes()
+        require(
+            not isinstance(self.net, EncoderDecoder),
+            f"A {self.config.kind} is an encoder-decoder and holds no conversations: use generate.",
+        )
         ids = tokenizer.encode(tokenizer.chat(messages), special=False)
+        check_ids(torch.tensor(ids), self.config.vocab_size)
         tokens = decode_tokens(self.net, ids, self._sampling(settings), self.config.max_len)
         return tokenizer.decode(tokens)
 
@@ -129,6 +147,16 @@ class Model:
         )
         return embed_texts(self.net, self._tokenizer(), texts, self._text_len())
 
+    def see(self, *images: Any) -> Float[Tensor, "n c h w"]:
+        """Pictures (paths, or what Pillow opened) as the numbers that this model takes."""
+        said = self.companions.get("preprocessor_config.json", {"size": self._image_size()})
+        return torch.stack([ImageProcessor.from_hf(said)(image) for image in images])
+
+    def _image_size(self) -> int:
+        size = getattr(self.config, "image_size", None)
+        require(size is not None, f"A {self.config.kind} does not look at images.")
+        return int(size)  # type: ignore[arg-type]
+
     def transcribe(self, sound: str | Path | Tensor, language: str = "en") -> str:
         """What is said in a sound file, or in samples at 16 kHz (Whisper)."""
         require(
@@ -138,6 +166,18 @@ class Model:
         )
         wave = sound if isinstance(sound, Tensor) else read_audio(sound)
         return " ".join(transcribe(self.net, self.config, self._tokenizer(), wave, language))
+
+    def _check_writes(self) -> None:
+        """Refuse to write text with a model that was not made for it."""
+        require(
+            self.config.shape in ("decoder", "encoder-decoder"),
+            f"A {self.config.kind} is an encoder and cannot generate text: use a decoder or an "
+            "encoder-decoder.",
+        )
+        require(
+            isinstance(self.net.head, LMHead),
+            "This model has no language-model head, so it cannot generate text.",
+        )
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

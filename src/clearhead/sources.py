@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from clearhead.errors import require
-from clearhead.media.image import ImageProcessor
 from clearhead.model import Model
 from clearhead.models.whisper import from_openai, openai_keys
 from clearhead.text.foreign import from_gguf, from_llama2c
@@ -30,6 +29,7 @@ from clearhead.weights.folder import (
     COMPANIONS,
     CONFIG,
     LABELS,
+    WEIGHTS,
     assemble,
     load_model,
 )
@@ -61,13 +61,13 @@ BESIDE_TOKENIZER = (
 def read_folder(folder: Path, **changes: Any) -> tuple[Model, Report]:
     """A folder that `save` wrote, a Hugging Face folder, or one with a single model file."""
     if folder.is_dir() and not (folder / CONFIG).exists():
-        return read_file(single_file(folder))
+        return read_file(single_file(folder), **changes)
     description = read_settings(folder)
     if str(description.get("format")).startswith("clearhead/"):
+        _refuse(changes)
+        if (folder / WEIGHTS).exists():
+            inside(folder, WEIGHTS)
         net, config = load_model(folder)
-        require(
-            not changes, "A head can be changed on a foreign body; build ours with another head."
-        )
         companions = _companions(folder) | _own_labels(folder)
         return Model(net, config, _tokenizer(folder), companions), Report()
     net, config, report = load_hf(folder, **changes)
@@ -80,15 +80,24 @@ def read_folder(folder: Path, **changes: Any) -> tuple[Model, Report]:
     if own:
         said = companions.get("generation_config.json", {})
         companions["generation_config.json"] = own | said
-    if labels := _labels(description, config):
+    if not report.new and (labels := _labels(description, config)):
         companions[LABELS] = labels
     return Model(
         net, config, _tokenizer(folder, str(description["model_type"])), companions
     ), report
 
 
-def read_file(path: Path) -> tuple[Model, Report]:
+def _refuse(changes: dict[str, Any]) -> None:
+    require(
+        not changes,
+        "Another head can be put on the body of a Hugging Face folder; this is a model of another "
+        "kind, and keeps its own.",
+    )
+
+
+def read_file(path: Path, **changes: Any) -> tuple[Model, Report]:
     """A GGUF file, an official Whisper .pt or a llama2.c .bin; told apart by what is in it."""
+    _refuse(changes)
     kind = file_kind(path)
     if kind == "gguf":
         net, config, report, gguf = load_gguf(path)
@@ -121,11 +130,6 @@ def _text(index: int, piece: bytes | str) -> str:
     if 3 <= index < 259 and piece in (bytes([index - 3]), chr(index - 3).encode()):
         return f"<0x{index - 3:02X}>"
     return piece.decode("utf-8", "replace")
-
-
-def image_processor(model: Model) -> ImageProcessor:
-    """How pictures become this model's numbers, as its preprocessor_config.json says."""
-    return ImageProcessor.from_hf(model.companions.get("preprocessor_config.json", {}))
 
 
 def _read_whisper(path: Path) -> tuple[Model, Report]:

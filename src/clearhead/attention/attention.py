@@ -133,6 +133,10 @@ class Attention(nn.Module):
 
     def _open_view(self, x: Tensor, source: Tensor | None) -> View:
         q = Positions.span(0, x.shape[1], x.device)
+        require(
+            self.rotary is None or source is None,
+            "Rotary positions mean nothing between two sequences: cross-attention takes none.",
+        )
         if self.rotary is not None:
             return replace(View.of(None, q), rotary=self.rotary.tables(q, x.dtype))
         return View.of(

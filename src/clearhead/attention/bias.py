@@ -9,6 +9,7 @@ The stack owns the bias and computes it once a call for all its layers.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -35,6 +36,14 @@ class ALiBi(nn.Module):
     def reset(self) -> None:
         """Compute the slopes (again: a model that was made on the meta device has none)."""
         self.slopes = torch.tensor(alibi_slopes(self.n_heads), device=self.slopes.device)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Moved like any module, but never cast: half precision would round the slopes."""
+        super()._apply(fn, recurse)
+        if self.slopes.dtype != torch.float32 and not self.slopes.is_meta:
+            self.slopes = self.slopes.float()
+            self.reset()
+        return self
 
     def forward(self, view: View) -> Float[Tensor, "b h q k"]:
         distance = view.q.distance(view.k).abs()

@@ -130,7 +130,8 @@ class Positions:
         pairs: Bool[Tensor, "#b n n"] | None = None,
     ) -> Positions:
         """The same positions with what a mask of this call needs to know."""
-        return dataclasses.replace(self, segment=segment, prefix=prefix, pairs=pairs)
+        given = {"segment": segment, "prefix": prefix, "pairs": pairs}
+        return dataclasses.replace(self, **{k: v for k, v in given.items() if v is not None})  # type: ignore[arg-type]
 
     @property
     def length(self) -> int:

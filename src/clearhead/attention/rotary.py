@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -84,8 +85,14 @@ class YarnScaling(RopeScaling, kind="yarn"):
     def __post_init__(self) -> None:
         _check_factor(self.factor)
         require(self.trained_len >= 1, f"trained_len must be 1 or more, not {self.trained_len}.")
+        require(
+            self.beta_fast > 0 and self.beta_slow > 0,
+            f"beta_fast = {self.beta_fast} and beta_slow = {self.beta_slow} must be above 0.",
+        )
 
     def stretch(self, frequencies: Tensor, theta: float, width: int) -> tuple[Tensor, float]:
+        require(theta > 1, f"YaRN scaling needs a theta above 1, not {theta}.")
+
         def index(turns: float) -> float:
             return (
                 width * math.log(self.trained_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -171,13 +178,21 @@ class Rotary(nn.Module):
             frequencies, self.factor = self.scaling.stretch(frequencies, self.theta, self.width)
         self.frequencies = frequencies
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Moved like any module, but never cast: angles in half precision are wrong far out."""
+        super()._apply(fn, recurse)
+        if self.frequencies.dtype != torch.float32 and not self.frequencies.is_meta:
+            self.frequencies = self.frequencies.float()
+            self.reset()
+        return self
+
     def tables(self, at: Positions, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines, [b, 1, t, width], computed in fp32 and cast once a call."""
         return self.angles(at.pos, dtype)
 
     def angles(self, pos: Int[Tensor, "b t"], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The same for bare numbers."""
-        angles = pos.unsqueeze(2).float() * self.frequencies.float()
+        angles = pos.unsqueeze(2).float() * self.frequencies
         angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
         return (angles.cos() * self.factor).to(dtype), (angles.sin() * self.factor).to(dtype)
 
@@ -196,6 +211,7 @@ class Rotary2D(nn.Module):
 
     def __init__(self, head_dim: int, columns: int, theta: float = 10000.0, first: int = 0) -> None:
         super().__init__()
+        require(columns >= 1, f"A grid has 1 column or more, not {columns}.")
         require(
             head_dim % 4 == 0,
             f"2-D rotary positions need a head width that divides by 4, not {head_dim}.",

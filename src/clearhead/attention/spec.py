@@ -17,7 +17,7 @@ from clearhead.attention.relative import Shaw, TransformerXL
 from clearhead.attention.rotary import RopeScaling, Rotary, Rotary2D
 from clearhead.attention.softmax import KernelConfig, SoftmaxConfig
 from clearhead.config import Spec
-from clearhead.errors import require
+from clearhead.errors import ClearheadError, require
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,14 @@ class Geometry(Spec, kind="geometry"):
             self.head_dim is None or self.head_dim >= 1,
             f"head_dim must be 1 or more, not {self.head_dim}.",
         )
-        require(
-            self.head_dim is not None or self.d_model % self.n_heads == 0,
-            f"d_model = {self.d_model} does not divide by n_heads = {self.n_heads}: "
-            f"{self._advice()}",
-        )
-
-    def _advice(self) -> str:
-        near = [n for n in range(1, self.d_model + 1) if self.d_model % n == 0]
-        best = min(near, key=lambda n: abs(n - self.n_heads))
-        return f"for example n_heads = {best}, or give head_dim."
+        if self.head_dim is None and self.d_model % self.n_heads != 0:
+            steps = range(min(self.n_heads, 1000))  # enough to look, however large the numbers
+            near = (n for i in steps for n in (self.n_heads - i, self.n_heads + i))
+            best = next((n for n in near if self.d_model % n == 0), 1)
+            raise ClearheadError(
+                f"d_model = {self.d_model} does not divide by n_heads = {self.n_heads}: for "
+                f"example n_heads = {best}, or give head_dim."
+            )
 
     @property
     def width(self) -> int:

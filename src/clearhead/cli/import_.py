@@ -59,17 +59,18 @@ def _print(said: dict[str, Any], report: Any) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    console = Console()
-    console.print(said["model"], style="bold", highlight=False)
+    console = Console(markup=False, highlight=False)
+    console.print(said["model"], style="bold")
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), expand=False)
     table.add_column("", justify="right")
     table.add_column("theirs", overflow="fold")
     table.add_column("ours", overflow="fold")
     for (theirs, ours), count in folded(report.became).items():
-        table.add_row(str(count), theirs, ours)
+        table.add_row(str(count), Text(theirs), Text(ours))
     for (theirs, why), count in folded({k: (v,) for k, v in report.dropped.items()}).items():
-        table.add_row(str(count), theirs, f"dropped: {why}", style="yellow")
+        table.add_row(str(count), Text(theirs), Text(f"dropped: {why}"), style="yellow")
     for alias, original in report.tied.items():
         table.add_row("", "", f"{alias} is {original} (tied)", style="dim")
     console.print(table)

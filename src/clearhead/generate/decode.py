@@ -38,6 +38,13 @@ class Sampling:
     """Ids that are never chosen."""
 
     def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "top_k", "temperature", "top_p"):
+            value = getattr(self, name)
+            whole = name in ("max_new_tokens", "top_k")
+            require(
+                isinstance(value, int if whole else (int, float)),
+                f"{name} must be a {'whole ' if whole else ''}number, not {value!r}.",
+            )
         check_sampling(self.temperature, self.top_k, self.top_p)
         require(
             self.max_new_tokens >= 1,
@@ -45,7 +52,6 @@ class Sampling:
         )
 
 
-@torch.inference_mode()
 def decode_tokens(
     net: Any,
     prompt: Collection[int],
@@ -71,10 +77,13 @@ def decode_tokens(
     never = torch.tensor(sorted(sampling.never), device=device)
     new = torch.tensor([ids], device=device)
     while True:
-        logits: Tensor = net.decode(new, cache=cache)[:, -1]
-        if len(never):
-            logits = logits.index_fill(1, never, torch.finfo(logits.dtype).min)
-        new = choose(logits, sampling.temperature, sampling.top_k, sampling.top_p, dice).view(1, 1)
+        # Only the step itself is without gradients and dropout: between tokens the caller works.
+        with torch.inference_mode(), net.at_rest():
+            logits: Tensor = net.decode(new, cache=cache)[:, -1]
+            if len(never):
+                logits = logits.index_fill(1, never, torch.finfo(logits.dtype).min)
+            how = (sampling.temperature, sampling.top_k, sampling.top_p)
+            new = choose(logits, *how, dice).view(1, 1)
         token = int(new)
         if token in sampling.stop:
             return

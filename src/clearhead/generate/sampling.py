@@ -23,9 +23,12 @@ def probabilities(
     """The distribution to draw from; what is ruled out has exactly 0."""
     check_sampling(temperature, top_k, top_p)
     require(temperature > 0, "At temperature 0 the best token is taken, and nothing is drawn.")
-    p = (logits.float() / temperature).softmax(dim=-1)
+    logits = logits.float()
+    # The best at 0: then no temperature, however small, makes a number that is not one.
+    p = ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
     if 0 < top_k < p.shape[-1]:
-        p = p.masked_fill(p < p.topk(top_k, dim=-1).values[..., -1:], 0.0)
+        best = p.topk(top_k, dim=-1)
+        p = torch.zeros_like(p).scatter(-1, best.indices, best.values)
     if top_p < 1.0:
         ordered, index = (p / p.sum(dim=-1, keepdim=True)).sort(dim=-1, descending=True)
         # What stands before a token already reaches top_p: it is not needed. The first always

@@ -36,7 +36,7 @@ def transcribe(
     never = frozenset(range(end + 1, config.vocab_size))  # no special token within the text
     step = SECONDS * RATE
     for start in range(0, len(wave), step):
-        with torch.inference_mode():
+        with torch.inference_mode(), net.at_rest():
             mel = log_mel(wave[start : start + step], config.n_mels)
             memory = net.encode(mel.unsqueeze(0).to(next(net.parameters())))
         sampling = Sampling(config.max_len // 2, stop=frozenset({end}), never=never)

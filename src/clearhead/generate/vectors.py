@@ -31,7 +31,9 @@ def run_encoder(
         at = Positions.ragged(lengths, device=device)
         ids = _padded([rows[i] for i in chosen], device)
         kinds = None if types is None else _padded([types[i] for i in chosen], device)
-        for i, out in zip(chosen, net(ids, at, kinds), strict=True):
+        with net.at_rest():
+            found = net(ids, at, kinds)
+        for i, out in zip(chosen, found, strict=True):
             outputs[i] = out
     return outputs
 

@@ -99,7 +99,7 @@ class Embedding(nn.Module):
         return x if self.scale == 1.0 else x * self.scale
 
 
-def check_ids(ids: Tensor, vocab_size: int) -> None:
+def check_ids(ids: Tensor, vocab_size: int, what: str = "Token") -> None:
     """Refuse ids outside the vocabulary. It reads the tensor, so it stands at the surface and not
     in a forward.
     """
@@ -107,7 +107,7 @@ def check_ids(ids: Tensor, vocab_size: int) -> None:
         low, high = int(ids.min()), int(ids.max())
         require(
             low >= 0 and high < vocab_size,
-            f"Token id {low if low < 0 else high} is outside the vocabulary of {vocab_size} (0 to "
+            f"{what} id {low if low < 0 else high} is outside the vocabulary of {vocab_size} (0 to "
             f"{vocab_size - 1}): was the text encoded with this model's tokenizer?",
         )
 

@@ -96,6 +96,7 @@ class Learned2D(nn.Module):
 
     def __init__(self, width: int, rows: int, columns: int, first: int = 0) -> None:
         super().__init__()
+        require(rows >= 1 and columns >= 1, f"A grid of {rows} x {columns} has no cells.")
         require(width % 2 == 0, f"2-D learned positions need an even width, not {width}.")
         self.columns, self.first = columns, first
         self.row_table = nn.Embedding(rows, width // 2)

@@ -20,14 +20,22 @@ from clearhead.errors import ClearheadError
 from clearhead.models.family import FAMILIES, FamilyConfig, family
 from clearhead.models.presets import PRESETS, resolve
 from clearhead.models.whisper import from_openai
-from clearhead.weights.files import file_kind, single_file
-from clearhead.weights.folder import FORMAT, WEIGHTS, read_config
+from clearhead.weights.files import (
+    INDEX,
+    PICKLE,
+    PICKLE_INDEX,
+    file_kind,
+    inside,
+    open_weights,
+    read_settings,
+    single_file,
+)
+from clearhead.weights.folder import FORMAT, WEIGHTS
 from clearhead.weights.gguf import describe_gguf
-from clearhead.weights.hf import hf_config
+from clearhead.weights.hf import hf_config, inside_folder
 from clearhead.weights.llama2c import load_llama2c
 from clearhead.weights.pickles import read_whisper_pt
 
-INDEX = f"{WEIGHTS}.index.json"
 LONGEST_HEADER = 100 * 2**20  # what the safetensors library allows
 
 _KINDS = {"gguf": "GGUF file", "openai": "Whisper file", "llama2c": "llama2.c file"}
@@ -112,7 +120,7 @@ def _in_file(name: str, path: Path) -> Target:
 
 
 def _in_folder(name: str, folder: Path) -> Target:
-    description = read_config(folder)
+    description = read_settings(folder)
     names, weights = read_headers(folder)
     if description.get("format") == FORMAT:
         settings = description.get("config", {})
@@ -124,13 +132,15 @@ def _in_folder(name: str, folder: Path) -> Target:
 
 def read_headers(folder: Path) -> tuple[tuple[str, ...], Weights | None]:
     """The names of all tensors, and the summary; of one file, or of the shards an index names."""
-    if (folder / WEIGHTS).is_file():
-        wanted = [WEIGHTS]
-    elif (folder / INDEX).is_file():
-        wanted = _shards(folder / INDEX)
+    if (folder / WEIGHTS).exists():
+        wanted = [inside(folder, WEIGHTS).name]
+    elif (folder / INDEX).exists():
+        wanted = _shards(inside(folder, INDEX))
+    elif (folder / PICKLE).exists() or (folder / PICKLE_INDEX).exists():
+        return _pickled(folder)
     else:
         return (), None
-    there = [file for file in wanted if (folder / file).is_file()]
+    there = [file for file in wanted if (folder / inside_folder(file)).is_file()]
     tensors: dict[str, Any] = {}
     for file in there:
         tensors |= _read_header(folder / file)
@@ -141,6 +151,18 @@ def read_headers(folder: Path) -> tuple[tuple[str, ...], Weights | None]:
     size = sum((folder / file).stat().st_size for file in there)
     missing = tuple(file for file in wanted if file not in there)
     return tuple(tensors), Weights(tuple(there), missing, size, len(tensors), numbers)
+
+
+def _pickled(folder: Path) -> tuple[tuple[str, ...], Weights]:
+    """The same of .bin files, which are mapped and not read."""
+    tensors = open_weights(folder)
+    numbers: Counter[str] = Counter()
+    for tensor in tensors.values():
+        numbers[NAMES.get(tensor.dtype, str(tensor.dtype))] += tensor.numel()
+    files = sorted(folder.glob("pytorch_model*.bin"))
+    size = sum(file.stat().st_size for file in files)
+    names = tuple(file.name for file in files)
+    return tuple(tensors), Weights(names, (), size, len(tensors), dict(numbers))
 
 
 def _shards(index: Path) -> list[str]:
@@ -163,6 +185,10 @@ def _read_header(path: Path) -> dict[str, Any]:
             header = json.loads(file.read(length))
         tensors = {name: header[name] for name in header if name != "__metadata__"}
         end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+        if not all(
+            isinstance(t["dtype"], str) and t["shape"] == [*t["shape"]] for t in tensors.values()
+        ):
+            raise ValueError("a tensor has no shape")
         if 8 + length + end != size:
             raise ValueError(f"it should have {8 + length + end} bytes, and has {size}")
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:

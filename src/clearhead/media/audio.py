@@ -73,6 +73,7 @@ def log_mel(
         wave.dim() == 1 and wave.is_floating_point() and len(wave) > 0,
         f"A wave is one channel of floating-point samples, not {wave.dtype} {tuple(wave.shape)}.",
     )
+    wave = wave.float()
     if seconds is not None:
         wave = F.pad(wave[: seconds * RATE], (0, max(seconds * RATE - len(wave), 0)))
     window = torch.hann_window(WINDOW, device=wave.device)

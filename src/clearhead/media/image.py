@@ -40,6 +40,10 @@ class ImageProcessor(Spec, kind="image_processor"):
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
     """Divides each colour."""
 
+    def __post_init__(self) -> None:
+        require(0 <= self.filter <= 5, f"The resizing filter is {self.filter}: Pillow has 0 to 5.")
+        require(self.size >= 1, f"An image has 1 pixel or more to a side, not {self.size}.")
+
     def __call__(self, image: Any) -> Float[Tensor, "c h w"]:
         """A picture (a path, or what Pillow opened) as numbers (extra: image)."""
         picture = self._shaped(_opened(image))
@@ -64,19 +68,27 @@ class ImageProcessor(Spec, kind="image_processor"):
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> ImageProcessor:
         """Their preprocessor_config.json in our words."""
-        size = hf.get("size", 224)
+        for name in ("do_resize", "do_rescale", "do_normalize"):
+            require(
+                hf.get(name, True) is True,
+                f"preprocessor_config.json says {name} = {hf[name]!r}, and only true is supported."
+                if name in hf
+                else "",
+            )
+        size = hf.get("size") or 224
         crop = hf.get("crop_size") if hf.get("do_center_crop") else None
         edge = size if isinstance(size, int) else size.get("shortest_edge", size.get("height", 224))
         seen = edge if crop is None else crop if isinstance(crop, int) else crop.get("height", edge)
-        return cls(
-            size=seen,
-            shortest=crop is not None,
-            resize=edge,
-            filter=hf.get("resample", 2),
-            rescale=hf.get("rescale_factor", 1 / 255),
-            mean=tuple(hf.get("image_mean", (0.5,) * 3)),
-            std=tuple(hf.get("image_std", (0.5,) * 3)),
-        )
+        said = {
+            "size": seen,
+            "shortest": crop is not None,
+            "resize": edge,
+            "filter": hf.get("resample", 2),
+            "rescale": hf.get("rescale_factor", 1 / 255),
+            "mean": hf.get("image_mean") or (0.5,) * 3,
+            "std": hf.get("image_std") or (0.5,) * 3,
+        }
+        return cls.from_dict(said, "preprocessor_config.json")
 
 
 def _opened(image: Any) -> Any:

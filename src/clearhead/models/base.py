@@ -11,6 +11,8 @@ without padding; for ragged batches hand in `Positions.ragged(lengths)`. One ste
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from jaxtyping import Float, Int
@@ -48,6 +50,18 @@ class Net(nn.Module):
         for module in self.modules():
             if isinstance(module, (Rotary, ALiBi)):
                 module.reset()
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Dropout off within the block, then as it was."""
+        training = self.training
+        if training:  # walking over all modules would cost a decoding step more than it saves
+            self.eval()
+        try:
+            yield
+        finally:
+            if training:
+                self.train()
 
     def new_place(self, place: dict[str, Any]) -> dict[str, Any]:
         """Device and dtype of the parameters, unless `place` says otherwise."""

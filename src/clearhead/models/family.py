@@ -40,6 +40,7 @@ FAMILIES: dict[str, str] = {
     "whisper": "clearhead.models.whisper",
 }
 
+LARGEST = 10**9  # of any size: more is a damaged or hostile file
 Shape = Literal["encoder", "decoder", "encoder-decoder", "two-tower"]
 
 
@@ -65,9 +66,14 @@ class FamilyConfig(Spec):
 
     def __post_init__(self) -> None:
         """What no model can be built with, whatever its family."""
-        for name in ("d_model", "n_layers", "n_heads"):
-            size = getattr(self, name, 1)
-            require(size >= 1, f"{name} must be 1 or more, not {size}.")
+        for name in ("d_model", "n_layers", "n_heads", "max_len", "d_ff", "vocab_size"):
+            size = getattr(self, name, None)
+            least = 0 if name == "vocab_size" else 1  # images have no vocabulary
+            require(size is None or size >= least, f"{name} must be {least} or more, not {size}.")
+            require(
+                size is None or size <= LARGEST,
+                f"{name} is {size}, more than any model has: the settings are damaged.",
+            )
         rate = getattr(self, "dropout", 0.0)
         require(0 <= rate < 1, f"dropout must be in [0, 1), not {rate}.")
 

@@ -1,8 +1,11 @@
 """Heads: what the last states are turned into.
 
-lm              logits over the vocabulary, [b, t, v]         classification  [b, labels] masked_lm
-the same behind a small transform             tagging         [b, t, labels] pooling         one
-vector a text, [b, m]                     span            [b, t, 2], start and end
+lm              [b, t, v]       logits over the vocabulary
+masked_lm       [b, t, v]       the same behind a small transform
+pooling         [b, m]          one vector a text
+classification  [b, labels]     one logit a label
+tagging         [b, t, labels]  the same for every token
+span            [b, t, 2]       where an answer starts and ends
 """
 
 from __future__ import annotations

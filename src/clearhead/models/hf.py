@@ -43,6 +43,7 @@ SIZES = frozenset(
     "relative_attention_num_buckets relative_attention_max_distance num_mel_bins "
     "image_size patch_size num_channels projection_dim num_labels".split()
 )
+EPSILONS = frozenset({"layer_norm_epsilon", "layer_norm_eps", "rms_norm_eps"})
 PARTS = ("text_config", "vision_config", "rope_parameters", "rope_scaling")
 LARGEST = 1 << 24  # beyond all published models, and two of them can still be multiplied
 
@@ -77,6 +78,10 @@ def hf_sizes(config: Mapping[str, Any]) -> None:
                 f"Its config says {name} = {str(size)[:40]}, which must be a whole number from 1 "
                 f"to {LARGEST:,}."
             )
+    for name in sorted(EPSILONS & config.keys()):
+        value = config[name]
+        if isinstance(value, (int, float)) and not value >= 0:
+            raise ClearheadError(f"Its config says {name} = {value}, which must be 0 or more.")
     for part in PARTS:
         if isinstance(config.get(part), Mapping):
             hf_sizes(config[part])

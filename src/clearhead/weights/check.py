@@ -4,6 +4,7 @@ same random input.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,13 +17,17 @@ from clearhead.models.heads import PoolingConfig
 
 @torch.inference_mode()
 def difference_to_transformers(net: Net, config: FamilyConfig, folder: str) -> float:
-    """max |ours - theirs| over the logits (or states) of two random inputs."""
+    """max |ours - theirs| over the logits (or states) of a random input."""
     try:
         import transformers
     except ImportError as error:
         raise ClearheadError(
             "--check compares with transformers, which is not installed: pip install transformers."
         ) from error
+    require(
+        not Path(folder).is_file(),
+        "--check compares with a Hugging Face folder or hub name; this is a single file.",
+    )
     hf = transformers.AutoConfig.from_pretrained(folder)
     names = hf.architectures or []
     require(
@@ -41,7 +46,8 @@ def _inputs(net: Any, config: Any) -> tuple[dict[str, Any], torch.Tensor]:
     dice = torch.Generator().manual_seed(0)
 
     def ids(length: int) -> torch.Tensor:
-        return torch.randint(3, config.vocab_size - 1, (2, length), generator=dice)
+        low = min(3, config.vocab_size - 2)
+        return torch.randint(max(low, 0), config.vocab_size - 1, (1, length), generator=dice)
 
     if config.shape == "two-tower":
         words, pixels = ids(9), _pixels(config, dice)
@@ -50,7 +56,7 @@ def _inputs(net: Any, config: Any) -> tuple[dict[str, Any], torch.Tensor]:
     if config.shape == "encoder-decoder":
         target = ids(7)
         if hasattr(config, "n_mels"):
-            mel = torch.randn(2, config.n_mels, 2 * config.source_len, generator=dice)
+            mel = torch.randn(1, config.n_mels, 2 * config.source_len, generator=dice)
             return {"input_features": mel, "decoder_input_ids": target}, net(mel, target)
         source = ids(9)
         return {"input_ids": source, "decoder_input_ids": target}, net(source, target)
@@ -64,7 +70,7 @@ def _inputs(net: Any, config: Any) -> tuple[dict[str, Any], torch.Tensor]:
 
 
 def _pixels(config: Any, dice: torch.Generator) -> torch.Tensor:
-    return torch.randn(2, config.channels, config.image_size, config.image_size, generator=dice)
+    return torch.randn(1, config.channels, config.image_size, config.image_size, generator=dice)
 
 
 def _first(out: Any, net: Any) -> torch.Tensor:

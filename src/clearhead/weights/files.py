@@ -47,7 +47,7 @@ def single_file(folder: Path) -> Path:
         f"{folder} has no config.json, so it is not a model's folder"
         + (f"; of its files name one: {', '.join(p.name for p in files)}." if files else "."),
     )
-    return files[0]
+    return inside(folder, files[0].name)
 
 
 def file_kind(path: Path) -> Literal["gguf", "openai", "llama2c"]:

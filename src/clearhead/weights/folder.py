@@ -82,6 +82,12 @@ def load_model(folder: str | Path) -> tuple[Net, FamilyConfig]:
         description.get("config"), where=f"{folder.name}/{CONFIG}"
     )
     tensors = read_safetensors(folder / WEIGHTS)
+    # Before anything is built: a layer has at least one tensor.
+    require(
+        config.n_layers <= max(len(tensors), 1),
+        f"{folder / CONFIG} says {config.n_layers} layers, but the weights are only {len(tensors)} "
+        "tensors: the two do not belong together.",
+    )
     return assemble(config, tensors), config
 
 
@@ -149,12 +155,20 @@ def whole_folder(folder: str | Path, names: set[str]) -> Iterator[Path]:
             f"{folder} holds other things too ({', '.join(others[:5])}), which saving there would "
             "delete: choose another folder.",
         )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        new = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise ClearheadError(f"{folder} cannot be made: {error.strerror or error}.") from error
     try:
         yield new
         os.chmod(new, 0o755)
         _put_in_place(new, folder)
+    except OSError as error:
+        raise ClearheadError(
+            f"{folder} could not be written ({error.strerror or error}); what was there before is "
+            "as it was."
+        ) from error
     finally:
         shutil.rmtree(new, ignore_errors=True)
 

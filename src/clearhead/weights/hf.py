@@ -61,7 +61,6 @@ def load_hf(folder: str | Path, **changes: Any) -> tuple[Net, FamilyConfig, Repo
     replaced = getattr(config, "head", None) != getattr(own, "head", None)
     theirs, gone = _without_head(theirs, module, own, config) if replaced else (theirs, {})
     tensors, report = to_ours(theirs, module.keys(config), depth(config), module.PREFIX)
-    _check_twins(theirs, report)
     tensors = {name: tensor.float() for name, tensor in tensors.items() if _number(name, tensor)}
     try:
         new = _new_head(config, tensors) if replaced else {}
@@ -189,22 +188,6 @@ def _sentence_head(folder: Path) -> dict[str, Any]:
         len(asked) == 1, f"{home} asks for the poolings {asked}: one is supported, not several."
     )
     return {"head": PoolingConfig(asked[0], normalise="Normalize" in kinds)}  # type: ignore[arg-type]
-
-
-def _check_twins(theirs: Mapping[str, Tensor], report: Report) -> None:
-    """Where a file has a parameter of ours under two names, both must be the same numbers."""
-    names: dict[tuple[str, ...], list[str]] = {}
-    for name, ours in report.became.items():
-        names.setdefault(ours, []).append(name)
-    broken = [
-        ", ".join(twins)
-        for twins in names.values()
-        if any(not theirs[name].equal(theirs[twins[0]]) for name in twins[1:])
-    ]
-    require(
-        not broken,
-        f"One tensor here, but two different tensors in the file: {'; '.join(broken)}.",
-    )
 
 
 def inside_folder(name: str) -> str:

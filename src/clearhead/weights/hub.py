@@ -42,11 +42,17 @@ def fetch(name: str, revision: str | None = None) -> Path:
 
 def _weights(name: str, revision: str | None) -> list[str]:
     """Safetensors where there are any, otherwise pickles; whatever the cache has when offline."""
-    from huggingface_hub import HfApi, constants
+    from huggingface_hub import HfApi, constants, errors
 
+    cached = ["*.safetensors", "pytorch_model*.bin"]
     if constants.HF_HUB_OFFLINE:
-        return ["*.safetensors", "pytorch_model*.bin"]
-    found = HfApi().model_info(name, revision=revision, timeout=10).siblings or []
+        return cached
+    try:
+        found = HfApi().model_info(name, revision=revision, timeout=10).siblings or []
+    except (errors.HfHubHTTPError, errors.HFValidationError):
+        raise  # the hub answered
+    except Exception:
+        return cached  # no connection: what was downloaded before may still do
     top = [file.rfilename for file in found if "/" not in file.rfilename]
     safe = [file for file in top if re.match(r"model.*\.safetensors", file)]
     return safe or [file for file in top if re.match(r"pytorch_model.*\.bin", file)]

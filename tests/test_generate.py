@@ -1,0 +1,172 @@
+"""What a model does with texts: greedy and sampled decoding, and what is refused."""
+
+import pytest
+import torch
+
+import clearhead as ch
+import tiny
+from clearhead.errors import ClearheadError
+from clearhead.generate.decode import Sampling, decode_tokens
+from clearhead.generate.sampling import choose, probabilities
+from clearhead.text.trained import train_tokenizer
+
+TEXT = "the cat sat on the mat and the dog sat on the log"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer("characters", [TEXT], vocab_size=64)
+
+
+def gpt(tokenizer, **more):
+    sizes = {"n_layers": 2, "d_model": 16, "n_heads": 4, "max_len": 32}
+    model = ch.build("gpt2", seed=0, vocab_size=tokenizer.vocab_size, **sizes | more)
+    for parameter in model.net.parameters():
+        parameter.data.normal_(0, 0.3, generator=torch.Generator().manual_seed(1))
+    model.tokenizer = tokenizer
+    return model
+
+
+def test_greedy_decoding_is_the_best_token_each_time(tokenizer):
+    model = gpt(tokenizer)
+    ids = tokenizer.encode("the cat")
+    with torch.inference_mode(), model.net.at_rest():
+        for _ in range(12):
+            ids.append(int(model.net(torch.tensor([ids]))[0, -1].argmax()))
+    found = list(decode_tokens(model.net, tokenizer.encode("the cat"), Sampling(12), 32))
+    assert found == ids[-12:]
+    assert model.generate("the cat", max_new_tokens=12) == tokenizer.decode(found)
+
+
+def test_dropout_does_not_act_and_training_goes_on_afterwards(tokenizer):
+    model = gpt(tokenizer, dropout=0.5)
+    model.net.train()
+    assert len({model.generate("the", max_new_tokens=10) for _ in range(5)}) == 1
+    assert model.net.training
+
+
+def test_decoding_stops_where_positions_end(tokenizer):
+    model = gpt(tokenizer, max_len=10)
+    assert len(list(decode_tokens(model.net, [1, 2, 3], Sampling(100), 10))) == 7
+
+
+def test_a_stop_id_ends_the_text_and_is_not_part_of_it(tokenizer):
+    model = gpt(tokenizer)
+    whole = list(decode_tokens(model.net, [1, 2, 3], Sampling(10), 32))
+    stop = frozenset({whole[4]})
+    first = whole.index(whole[4])
+    assert list(decode_tokens(model.net, [1, 2, 3], Sampling(10, stop=stop), 32)) == whole[:first]
+    never = list(decode_tokens(model.net, [1, 2, 3], Sampling(10, never=stop), 32))
+    assert whole[4] not in never
+
+
+def test_seeds_repeat_and_differ(tokenizer):
+    model = gpt(tokenizer)
+    settings = {"max_new_tokens": 20, "temperature": 1.0}
+    texts = [model.generate("the", seed=seed, **settings) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_sampling_frequencies_are_the_distribution():
+    logits = torch.tensor([[2.0, 1.0, 0.5, 0.0, -1.0]])
+    dice = torch.Generator().manual_seed(0)
+    draws = torch.cat(
+        [choose(logits.expand(500, -1), 0.7, 4, 0.9, dice) for _ in range(20)]
+    ).bincount(minlength=5)
+    p = probabilities(logits, 0.7, 4, 0.9)[0]
+    kept = p > 0
+    assert (draws[~kept] == 0).all()
+    expected = p[kept] * 10000
+    chi_square = ((draws[kept] - expected) ** 2 / expected).sum()
+    assert chi_square < 16.3  # three degrees of freedom at most, p = 0.001
+
+
+def test_top_k_top_p_and_small_temperatures():
+    logits = torch.tensor([[3.0, 3.0, 1.0, 0.0]])
+    assert sorted(probabilities(logits, top_k=1)[0].tolist()) == [0.0, 0.0, 0.0, 1.0]  # ties too
+    assert (probabilities(logits, top_p=0.4)[0] > 0).sum() == 1
+    assert probabilities(torch.tensor([[5.0, 1.0]]), 1e-40)[0].tolist() == [1.0, 0.0]
+    assert choose(logits, temperature=0.0).tolist() == [0]
+
+
+def test_an_encoder_decoder_starts_from_its_start_token(tokenizer):
+    model = ch.build(
+        "t5", seed=0, vocab_size=tokenizer.vocab_size, n_layers=1, d_model=16, n_heads=2
+    )
+    model.tokenizer = tokenizer
+    if tokenizer.pad_id is None:
+        with pytest.raises(ClearheadError, match="which token this model's targets start with"):
+            model.generate("the cat")
+    model.companions["generation_config.json"] = {"decoder_start_token_id": 7}
+    memory = model.net.eval().encode(torch.tensor([tokenizer.encode("the cat")]))
+    found = list(decode_tokens(model.net, [7], Sampling(4), 32, memory))
+    assert model.generate("the cat", max_new_tokens=4) == tokenizer.decode(found)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"temperature": -1.0}, "temperature is -1"),
+        ({"top_p": 0.0}, "top_p is 0"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"max_new_tokens": 0}, "one token at least"),
+        ({"max_new_tokens": "3"}, "must be a whole number"),
+        ({"beems": 2}, "no setting"),
+    ],
+)
+def test_settings_that_mean_nothing(tokenizer, settings, said, unchecked):
+    with pytest.raises(ClearheadError, match=said):
+        gpt(tokenizer).generate("the", **settings)
+
+
+def test_what_cannot_write_is_told_so(tokenizer):
+    bert = ch.build("bert", vocab_size=64, n_layers=1, d_model=16, n_heads=2)
+    bert.tokenizer = tokenizer
+    for call in (bert.generate, lambda text: bert.chat([{"role": "user", "content": text}])):
+        with pytest.raises(ClearheadError, match="encoder and cannot generate"):
+            call("the")
+    with pytest.raises(ClearheadError, match="pooling head"):
+        bert.embed("the")
+    tagger = gpt(tokenizer, head={"kind": "tagging", "n_labels": 3})
+    with pytest.raises(ClearheadError, match="no language-model head"):
+        tagger.generate("the")
+    small = ch.build("gpt2", vocab_size=4, n_layers=1, d_model=16, n_heads=2)
+    small.tokenizer = tokenizer
+    with pytest.raises(ClearheadError, match="outside the vocabulary"):
+        small.generate("the cat")
+    with pytest.raises(ClearheadError, match="no tokenizer"):
+        ch.build("gpt2", vocab_size=4, n_layers=1, d_model=16, n_heads=2).generate("a")
+    with pytest.raises(ClearheadError, match="listens"):
+        small.transcribe(torch.zeros(16000))
+    with pytest.raises(ClearheadError, match="shorten the prompt"):
+        gpt(tokenizer, max_len=4).generate("the cat sat")
+
+
+def test_embeddings_do_not_depend_on_the_batch(tokenizer):
+    head = {"kind": "pooling", "mode": "mean", "normalise": True}
+    model = ch.build(
+        "bert",
+        seed=0,
+        vocab_size=tokenizer.vocab_size,
+        n_layers=2,
+        d_model=16,
+        n_heads=2,
+        head=head,
+    )
+    model.tokenizer = tokenizer
+    texts = ["the cat", "on the mat and the dog", "a"]
+    together = model.embed(texts)
+    torch.testing.assert_close(together, torch.cat([model.embed(text) for text in texts]))
+    torch.testing.assert_close(together.norm(dim=1), torch.ones(3))
+
+
+def test_angles_and_slopes_stay_in_full_precision():
+    for position in ("rope", "alibi"):
+        net = ch.build("gpt2", seed=0, position=position, **tiny.SIZES).net
+        kind = net.stack.kinds[0]
+        table = kind.rotary.frequencies if position == "rope" else kind.bias.slopes
+        before = table.clone()
+        net.half()
+        table = kind.rotary.frequencies if position == "rope" else kind.bias.slopes
+        assert table.dtype == torch.float32
+        assert torch.equal(table, before)
