@@ -12,8 +12,10 @@ from safetensors.torch import save_file
 from clearhead.config import Spec
 from clearhead.errors import did_you_mean, require
 from clearhead.model import Model
-from clearhead.models.family import FamilyConfig
+from clearhead.models.base import EncoderDecoder
+from clearhead.models.family import FamilyConfig, family
 from clearhead.models.heads import PoolingConfig
+from clearhead.models.hf import OUR_LAYOUT
 from clearhead.models.presets import PRESETS, Preset, resolve
 from clearhead.sources import read_file, read_folder
 from clearhead.text.foreign import gguf_metadata
@@ -105,7 +107,14 @@ def export(model: Model, folder: str | Path, to: Target = "hf", dtype: str | Non
 def _export_hf(model: Model, folder: str | Path) -> None:
     hf, tensors = to_hf(model.net, model.config)
     hf |= {"dtype": str(next(model.net.parameters()).dtype).removeprefix("torch.")}
-    hf |= _special_ids(model)
+    ids = _special_ids(model)
+    for name in getattr(family(model.config.kind), "FIXED_IDS", ()):
+        require(
+            ids.get(name, hf[name]) == hf[name],
+            f"In transformers' {model.config.kind} {name} is {hf[name]}, which fixes positions; "
+            f"this tokeniser has {ids.get(name)}. {OUR_LAYOUT}",
+        )
+    hf |= ids
     if labels := model.labels:
         hf |= {
             "id2label": dict(enumerate(labels)),
@@ -129,6 +138,8 @@ def _special_ids(model: Model) -> dict[str, Any]:
     if tokenizer is not None:
         own = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
         ids = {f"{role}_token_id": id for role, id in own.items() if id is not None} | ids
+        if isinstance(model.net, EncoderDecoder) and tokenizer.pad_id is not None:
+            ids.setdefault("decoder_start_token_id", tokenizer.pad_id)
     return ids
 
 

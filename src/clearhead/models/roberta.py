@@ -36,6 +36,7 @@ class Config(bert.Config, kind="roberta"):
 
 
 PREFIX = "roberta."
+FIXED_IDS = ("pad_token_id",)
 HEADS = {
     "masked_lm": "RobertaForMaskedLM",
     "none": "RobertaModel",

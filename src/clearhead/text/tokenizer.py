@@ -286,7 +286,7 @@ class Tokenizer:
 
     def _config(self) -> dict[str, Any]:
         inputs = ["input_ids", "attention_mask"]
-        if 1 in self.encode_pair("a", "a").types:
+        if self.cls_id is not None and 1 in self.encode_pair("a", "a").types:
             inputs.insert(1, "token_type_ids")
         named = {f"{role}_token": token for role, token in self.roles.items()}
         extra = [self.token(id) for id in sorted(self._special)]
