@@ -1,6 +1,6 @@
 """A first model, from nothing: build a small decoder, teach it some English, look inside.
 
-    python examples/first_model.py            about 25 seconds on two cores
+    python examples/first_model.py            half a minute on two cores, if they are free
 
 The text is Python's own manual, which is installed wherever Python is. The loop is plain PyTorch on
 purpose: this is all that training is. The attention pattern at the end is the one the model really

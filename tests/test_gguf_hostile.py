@@ -320,7 +320,7 @@ def test_a_gpt2_whose_fused_tensor_cannot_be_cut_is_refused(tmp_path):
     write_gguf(
         tmp_path / "b", found.metadata, tensors | {"blk.0.attn_qkv.weight": torch.ones(2, 8)}
     )
-    with pytest.raises(ClearheadError, match=r"not of the shapes|of another shape"):
+    with pytest.raises(ClearheadError, match="of another shape"):
         load_gguf(tmp_path / "b")
 
 

@@ -136,11 +136,11 @@ BAD_MODELS = {
     "heads of odd width": (head(heads=16, kv=16) + BODY, "is not a llama2.c model"),
     "key heads that do not divide": (head(kv=3) + BODY, "is not a llama2.c model"),
     "no tokens": (head(vocab=0) + BODY, "is not a llama2.c model"),
-    "the least number of tokens": (head(vocab=-(1 << 31)) + BODY, "bytes long|more than any"),
+    "the least number of tokens": (head(vocab=-(1 << 31)) + BODY, "more than any"),
     "two billion layers": (head(layers=(1 << 31) - 1) + BODY, "is not a llama2.c model"),
     "an absurd width": (
         head(dim=1 << 30, hidden=(1 << 31) - 1, seq=(1 << 31) - 1) + BODY,
-        "bytes long, but|more than any",
+        "more than any",
     ),
 }
 
