@@ -9,6 +9,7 @@ used.
 
 import argparse
 import pydoc_data.topics
+import sys
 import time
 
 import torch
@@ -104,4 +105,8 @@ def look(model: ch.Model, characters: list[str], text: str, console: Console) ->
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(130)

@@ -1,5 +1,7 @@
-"""The table of architectures: for every one that can be loaded, and every head, a tiny random model
-of `transformers`, its inputs, and how its output and ours are compared.
+"""The table of architectures that can be loaded, with every head.
+
+For each a tiny random model of `transformers`, its inputs, and how its output and ours are
+compared.
 
 `test_battery.py` runs everything it knows over every row: a new family gets all of it for its rows
 here.
@@ -469,6 +471,13 @@ ROWS = [
         lambda: _llama(tf.Qwen3ForCausalLM, head_dim=16, tie_word_embeddings=True),
         check=True,
     ),
+    _causal(
+        "llama biased",
+        "lm",
+        lambda: _llama(tf.LlamaForCausalLM, attention_bias=True, mlp_bias=True),
+        check=True,
+    ),
+    _causal("qwen3 biased", "lm", lambda: _llama(tf.Qwen3ForCausalLM, attention_bias=True)),
     _causal("neox", "lm", lambda: _neox(tf.GPTNeoXForCausalLM)),
     _causal(
         "neox sequential",

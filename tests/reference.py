@@ -1,5 +1,4 @@
-"""The oracle of the parity tests: tiny random models of `transformers`, beside ours made from the
-same files.
+"""The oracle of the parity tests: tiny random models of `transformers`, and ours.
 
 A reference is saved, and read back by us: what is compared is what a user would get. Gradients
 travel the same road: the reference is saved once more with gradients in the place of its weights,

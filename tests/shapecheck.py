@@ -1,5 +1,6 @@
-"""The checker of signatures under test: beartype, where a whole number may stand for a float (PEP
-484).
+"""The checker of signatures under test: beartype.
+
+A whole number may stand for a float (PEP 484).
 """
 
 from beartype import BeartypeConf, beartype

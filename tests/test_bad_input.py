@@ -24,7 +24,7 @@ from clearhead.attention.spec import (
     T5BucketsConfig,
 )
 from clearhead.config import Spec
-from clearhead.errors import ClearheadError
+from clearhead.errors import SYNONYMS, ClearheadError
 from clearhead.layers.ffn import PlainFFNConfig
 from clearhead.layers.stack import StackConfig, build_stack
 from clearhead.models.base import Net
@@ -81,6 +81,7 @@ def test_settings_that_are_none(changes, message):
     ("name", "changes", "message"),
     [
         ("gpt2", {"d_model": 30, "n_heads": 4}, r"30 does not divide by n_heads = 4: .*n_heads = "),
+        ("gpt2", {"d_model": 30, "n_heads": 4}, r"n_heads = 3, or d_model = 32\.$"),
         ("gpt2", {"n_heads": 0}, r"n_heads must be 1 or more"),
         ("gpt2", {"n_heads": -2}, r"n_heads must be 1 or more"),
         ("gpt2", {"d_model": 0}, r"d_model .*must be 1 or more"),
@@ -132,7 +133,7 @@ def test_build_takes_a_name_or_settings(name):
 
 
 def test_misspelt_family_suggests_the_nearest():
-    with refused(r'There is no model "lama"\. Did you mean "llama"\? Families: .*Presets: '):
+    with refused(r'There is no model "lama"\. Did you mean "llama"\? .*All.*: clearhead presets$'):
         ch.build("lama")
 
 
@@ -363,6 +364,116 @@ def test_cache_that_is_too_short():
     net.decode(zeros(1, 4), cache=cache)
     with refused("The cache holds 4 positions, and position 4 was asked for"):
         net.decode(zeros(1, 1), cache=cache)
+
+
+def test_cache_that_is_longer_than_the_table_of_positions():
+    net = decoder().net
+    limit = net.embed.position.max_len
+    net.new_cache(1, limit)
+    with refused(rf"{limit + 1} positions is longer than .* table of {limit}: .*max_len={limit}"):
+        net.new_cache(1, limit + 1)
+    grid = tiny.positioned("learned_2d")  # 22 x 3 cells
+    grid.new_cache(1, 66)
+    with refused("table of 66"):
+        grid.new_cache(1, 67)
+    tiny.positioned("rope").new_cache(1, 10_000)  # no table, no end
+    bart = tiny.tiny("bart")
+    with refused("table of 64"):
+        bart.new_cache(bart.encode(zeros(1, 3)), 65)
+
+
+def test_caches_that_are_none():
+    net = decoder().net
+    with refused("1 row or more, not 0"):
+        net.new_cache(0, 4)
+    with refused("max_len is 0"):
+        net.new_cache(1, 0)
+    with refused(r"made for its sources: new_cache\(net.encode\(source\), max_len\)"):
+        seq2seq().net.new_cache(2, 4)
+    for encoder in (tiny.tiny("bert"), seq2seq().net.encoder):
+        with refused("Encoder .* has no cache"):
+            encoder.new_cache(2, 4)
+
+
+def test_rows_of_beams_stay_inside_their_source():
+    net = seq2seq().net
+    cache = net.new_cache(net.encode(zeros(2, 3)), 8, beams=2)
+    before = net.decode(zeros(4, 1), cache=cache)
+    for rows in ([2, 0, 1, 3], [0, 1], [0, 1, 2, 3, 2, 3]):
+        with refused(r"2 beams .* only among themselves"):
+            cache.reorder(torch.tensor(rows))
+    for rows in ([0, 1, 2, 4], [-1, 0, 2, 3]):
+        with refused(r"There are 4 rows in this cache \(0 to 3\)"):
+            cache.reorder(torch.tensor(rows))
+    with refused(r"There are 2 sources in this cache"):
+        cache.keep(torch.tensor([2]))
+    assert (cache.rows, cache.length) == (4, 1)
+    assert before.shape[0] == 4
+
+
+# --- ids, in the bare network ---
+
+
+@pytest.mark.parametrize("id", [tiny.VOCAB, tiny.VOCAB + 7, -1])
+def test_ids_outside_the_vocabulary_are_named_by_the_bare_network(id):
+    said = rf"Token id {id} is outside the vocabulary of {tiny.VOCAB} \(0 to {tiny.VOCAB - 1}\)"
+    ids = torch.tensor([[1, id, 2]])
+    for name in ("gpt2", "bert"):
+        with refused(said):
+            tiny.tiny(name)(ids)
+    with refused(said):
+        tiny.tiny("t5")(zeros(1, 3), ids)
+    with refused("Segment id 2 is outside"):
+        tiny.tiny("bert")(zeros(1, 2), types=torch.tensor([[0, 2]]))
+
+
+# --- the words of others ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "meant"),
+    [
+        ({"position": "rotary"}, "rope"),
+        ({"position": "RoPE"}, "rope"),
+        ({"position": "T5-Buckets"}, "t5_buckets"),
+        ({"norm": "RMSNorm"}, "rms_norm"),
+        ({"activation": "swish"}, "silu"),
+        ({"hidden_size": 8}, "d_model"),
+        ({"num_hidden_layers": 8}, "n_layers"),
+        ({"head": "classifier"}, "classification"),
+    ],
+)
+def test_the_words_of_others_are_understood(changes, meant):
+    with refused(rf'Did you mean "{meant}"\?'):
+        ch.build("gpt2", device="meta", **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("BERT", "bert"), ("GPT-2", "gpt2"), ("bert_base", "bert-base")]
+)
+def test_names_of_models_in_other_letters(name, meant):
+    with pytest.raises(ClearheadError, match=rf'Did you mean "{meant}"\?') as error:
+        ch.build(name)
+    assert len(str(error.value)) < 160  # the nearest, not all
+
+
+def test_synonyms_are_folded():
+    for word, meant in SYNONYMS.items():
+        assert {word, *meant} == {
+            w.lower().replace("_", "").replace("-", "") for w in (word, *meant)
+        }
+
+
+@pytest.mark.parametrize("none", [None, "none", "None"])
+def test_none_is_a_position(none):
+    model = ch.build("gpt2", **tiny.SIZES, position=none)
+    assert model.config.position is None
+    assert model.net.embed.position is None
+
+
+def test_none_is_no_norm():
+    with refused('unknown kind "none"'):
+        ch.build("gpt2", device="meta", norm="none")
 
 
 # --- settings at random ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -106,6 +107,9 @@ def test_what_is_printed(capsys, narrow):
     assert code == 0
     assert "weight = embed.tokens.weight" in out
     assert "tied" in out
+    assert "layers share: causal mask" in out
+    assert "Kind" not in out
+    assert re.search(r"FLOP +FLOP +share +activations", out)
     lines = {line.split("  ")[0]: " ".join(line.split()) for line in out.splitlines()}
     assert lines["attention matrices"].startswith("attention matrices 604 MB 50.33 MB a layer")
     assert lines["weights"] == "weights 497.8 MB"
@@ -234,6 +238,16 @@ def test_a_damaged_config(capsys, tmp_path):
     assert 'Did you mean "llama"?' in wrong(capsys, "show", str(folder))
     path.write_text('{"model_type": "llama"}')
     assert "config.json lacks" in wrong(capsys, "show", str(folder))
+
+
+def test_a_file_that_is_only_a_part(capsys, tmp_path):
+    """The hint names a folder only where there is a model in it."""
+    folder = tmp_path / "model"
+    ch.build("gpt2", **SIZES).save(folder)
+    weights = folder / "model.safetensors"
+    assert f"name its folder, {folder}." in wrong(capsys, "show", str(weights))
+    (folder / "config.json").unlink()
+    assert "put config.json beside it" in wrong(capsys, "show", str(weights))
 
 
 def test_no_such_folder(capsys, tmp_path):

@@ -1,6 +1,7 @@
 """What README and docs say is run: Python blocks in order, commands, and the errata's numbers."""
 
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from clearhead.attention.positions import Positions
 from clearhead.attention.softmax import Softmax, attend, softmax
 from clearhead.attention.view import View
 from clearhead.cli.main import main
+from tiny import SIZES, VOCAB, WIDTH
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -66,6 +68,64 @@ def test_readme_results() -> None:
 def table_rows(page: str) -> list[list[str]]:
     lines = [line for line in (ROOT / page).read_text().splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
+
+
+TAPPED = {  # a model and its letters: rows, tokens, d_model, heads, key/value heads, ...
+    "bert": {},
+    "gpt2": {"n_kv_heads": 2},
+    "t5": {"head_dim": 6, "ffn": {"kind": "plain", "d_ff": 24, "activation": "relu"}},
+    "whisper": {},
+}
+
+
+@pytest.mark.parametrize("name", TAPPED)
+def test_taps_are_those_of_the_table(name: str) -> None:
+    """Every tap that passes in a call is in the table, with this shape, and none else is there."""
+    more = {"n_mels": 4, "source_len": 5} if name == "whisper" else {}
+    net = ch.build(name, **SIZES, **more, **TAPPED[name]).net.eval()
+    target, source = torch.randint(VOCAB, (2, 7)), torch.randint(VOCAB, (2, 5))
+    inputs = [source, target] if name == "t5" else [target]
+    inputs = [torch.randn(2, 4, 10), target] if name == "whisper" else inputs
+    with ch.capture(net, "**") as acts:
+        net(*inputs)
+    rows = {row[0].strip("`"): row[1].split() for row in table_rows("docs/taps.md")}
+    seen = set()
+    for tap, value in acts.items():
+        side, _, short = re.fullmatch(r"(encoder\.|decoder\.)?(stack\.)?(.*)", tap).groups()
+        short = re.sub(r"\d+", "*", short)
+        attn = net.get_submodule(f"{side or ''}stack.blocks.0.self_attn")
+        ffn = net.get_submodule(f"{side or ''}stack.blocks.0.ffn.in_proj")
+        t = 5 if side == "encoder." else 7
+        sizes = {"b": 2, "t": t, "n": t, "s": 5, "m": WIDTH, "f": ffn.out_features}
+        sizes |= {"h": attn.n_heads, "g": attn.n_kv_heads, "d": attn.head_dim}
+        assert tuple(value.shape) == tuple(sizes[letter] for letter in rows[short]), tap
+        seen.add(short)
+    crossed = set() if len(inputs) == 1 else {row for row in rows if "cross" in row}
+    assert seen == {row for row in rows if "cross" not in row} | crossed
+
+
+def test_the_table_of_taps_names_where_they_are() -> None:
+    for row in table_rows("docs/taps.md"):
+        folder = ""
+        for file in re.findall(r"`([\w/]+\.py)`", row[3]):
+            folder = file.rpartition("/")[0] or folder
+            code = (Path(ch.__file__).parent / folder / Path(file).name).read_text()
+            attribute = row[0].strip("`").rpartition(".")[2]
+            assert re.search(rf"self\.{attribute}\b.*= .*Tap\(\)", code), row[0]
+
+
+def test_the_example_stops_cleanly(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ch, "build", stop)
+    monkeypatch.setattr("sys.argv", ["first_model.py"])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_path(str(ROOT / "examples" / "first_model.py"), run_name="__main__")
+    assert stopped.value.code == 130
+    assert capsys.readouterr().err == "stopped\n"
 
 
 def numbers(cell: str) -> torch.Tensor:

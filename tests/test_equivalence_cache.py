@@ -1,5 +1,7 @@
-"""Cached decoding is decoding: every step, every chunk, every way of going back gives what the
-uncached network gives for the same tokens.
+"""Cached decoding is decoding.
+
+Every step, every chunk, every way of going back gives what the uncached network gives for the same
+tokens.
 """
 
 from __future__ import annotations
@@ -211,6 +213,32 @@ def test_a_ring_does_not_go_back_twice_as_far_in_two_steps():
     cache.trim(13)
     text = torch.cat((ids[:, :10], ids[:, -1:], ids[:, :2], ids[:, :1]), 1)
     close(d.step(ids[:, :1], cache)[:, 0], d.full(text)[:, -1], 2e-5)
+
+
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_a_ring_that_went_back_is_whole_again_where_it_was(chunk):
+    """Then its facts are known once more, and a mask takes no look at positions."""
+    d, ids = Decoding(("window", "rope")), tokens(ROWS, 20)
+    cache = d.cache(slack=4)
+    (slots,) = cache.kinds
+    d.steps(ids[:, :12], chunked(2, 12), cache)
+    assert slots.solid
+    for end in (11, 9):  # twice: the gap is as wide as both
+        cache.trim(end)
+        assert not slots.solid
+    expected = d.full(ids)[:, 9:]
+    outs = []
+    for start in range(9, 20, chunk):
+        outs.append(d.step(ids[:, start : start + chunk], cache))
+        assert slots.solid == (cache.length >= 12)
+        seen = slots._seen()
+        if slots.solid:
+            assert sorted(slots.where[0].tolist()) == list(range(seen.lo, seen.hi + 1))
+        assert seen.holes == bool((seen.pos < 0).any())
+    close(torch.cat(outs, 1), expected, 2e-5)
+    cache.trim([19, 18, 19])  # rows of different lengths stay uneven
+    d.step(ids[:, :2], cache)
+    assert not slots.solid
 
 
 def test_two_trims_remember_rows_through_a_reorder():

@@ -1,5 +1,7 @@
-"""Models built here, written for others: opened with equal outputs where there is such an
-architecture, refused before anything is written where there is none.
+"""Models built here, written for others.
+
+Opened with equal outputs where there is such an architecture, refused before anything is written
+where there is none.
 
 What came from a file and goes back is in `test_battery.py`.
 """
@@ -19,6 +21,7 @@ import clearhead as ch
 from clearhead.errors import ClearheadError
 from clearhead.text.trained import train_tokenizer
 from clearhead.weights import folder as folders
+from clearhead.weights.hf import lacks_pooler
 from tiny import SIZES, VOCAB, noisy, tokens
 
 transformers.utils.logging.disable_progress_bar()
@@ -125,6 +128,11 @@ EXPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"variant": {"qkv_bias": True}, "head": TAGS},
         "Qwen2ForTokenClassification",
     ),
+    "llama all biases": (
+        "llama",
+        {"variant": {"qkv_bias": True, "out_bias": True, "ffn_bias": True}},
+        "LlamaForCausalLM",
+    ),
     "llama norms": ("llama", {"variant": {"qk_norm": True}}, "Qwen3ForCausalLM"),
     "llama norms states": ("llama", {"variant": {"qk_norm": True}, "head": None}, "Qwen3Model"),
     "llama gelu": ("llama", {"variant": {"activation": "gelu_tanh"}}, "LlamaForCausalLM"),
@@ -220,6 +228,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "llama",
         {"variant": {"qkv_bias": True, "qk_norm": True}},
         "combines these choices: qwen2, qwen3",
+    ),
+    "llama with an output bias alone": (
+        "llama",
+        {"variant": {"out_bias": True}},
+        "out_bias without qkv_bias",
+    ),
+    "llama with a window and biases inside": (
+        "llama",
+        {"variant": {"window": 4, "ffn_bias": True}},
+        "combines these choices: llama, mistral",
     ),
     "llama with alibi": ("llama", {"position": "alibi"}, "rotary positions"),
     "llama turned in part": (
@@ -401,7 +419,90 @@ def test_a_sentence_model_is_written_with_its_modules(family, normalise, tmp_pat
     assert again.embed(TEXTS).equal(model.embed(TEXTS))
 
 
+@pytest.mark.parametrize(
+    ("family", "head", "lacks"),
+    [
+        ("bert", None, True),
+        ("bert", MEAN, True),
+        ("bert", POOLER, False),
+        ("bert", LABELS, False),
+        ("roberta", None, True),
+        ("vit", None, True),
+        ("distilbert", None, False),
+        ("gpt2", None, False),
+    ],
+)
+def test_a_body_without_its_pooler_is_known_as_one(family, head, lacks, tmp_path):
+    model = built(family, head=head)
+    assert lacks_pooler(model.config) is lacks
+    ch.export(model, tmp_path / "out")
+    opened(tmp_path / "out", POOLER_KEYS if lacks else ())
+
+
+# --- speech ---
+
+SOUND = {"n_mels": 8, "source_len": 50, "d_model": 16, "n_layers": 1, "n_heads": 4, "max_len": 32}
+ENGLISH = ("<|startoftranscript|>", "<|notimestamps|>")
+MANY = (
+    "<|startoftranscript|>", "<|en|>", "<|de|>", "<|fr|>", "<|translate|>", "<|transcribe|>",
+    "<|notimestamps|>",
+)  # fmt: skip
+
+
+def listener(vocab_size: int, marks: tuple[str, ...]) -> ch.Model:
+    """A tiny Whisper for one second of sound, with such marks among its tokens."""
+    roles = {"eos": "<|endoftext|>", "bos": "<|endoftext|>", "unk": "<unk>"}
+    words = train_tokenizer("words", TEXTS, special_tokens=roles, extra_tokens=marks)
+    model = ch.build("whisper", seed=0, vocab_size=vocab_size, **SOUND)
+    model.tokenizer = words
+    return model
+
+
+def prompt_of(folder: Path, **settings: Any) -> list[str]:
+    """The tokens that transformers' own generate starts from, for a second of silence."""
+    said = transformers.AutoProcessor.from_pretrained(folder)
+    hf = opened(folder)
+    given: list[torch.Tensor] = []
+
+    def listen(module: Any, args: Any, more: dict[str, Any]) -> None:
+        given.append(more["decoder_input_ids"])
+
+    hf.register_forward_pre_hook(listen, with_kwargs=True)
+    sound = said(torch.zeros(9000).numpy(), sampling_rate=16000, return_tensors="pt")
+    assert sound.input_features.shape == (1, 8, 100)
+    assert hf.generate(sound.input_features, max_new_tokens=3, **settings).shape[0] == 1
+    return said.tokenizer.convert_ids_to_tokens(given[0][0].tolist())
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own, about its own arguments
+def test_transformers_hears_with_an_exported_whisper(tmp_path):
+    ch.export(listener(60, ENGLISH), tmp_path / "one")
+    assert prompt_of(tmp_path / "one") == list(ENGLISH)
+    ch.export(listener(51865, MANY), tmp_path / "many")
+    settings = {"language": "de", "task": "translate"}
+    wanted = ["<|startoftranscript|>", "<|de|>", "<|translate|>", "<|notimestamps|>"]
+    assert prompt_of(tmp_path / "many", **settings) == wanted
+
+
+def test_what_came_along_with_a_whisper_goes_before_what_is_made(tmp_path):
+    model = listener(60, ENGLISH)
+    model.companions["generation_config.json"] = {"suppress_tokens": [1, 2], "max_length": 20}
+    model.companions["preprocessor_config.json"] = {"dither": 0.1, "feature_size": 8}
+    ch.export(model, tmp_path / "out")
+    again = ch.load(tmp_path / "out").companions
+    said = again["generation_config.json"]
+    assert (said["suppress_tokens"], said["max_length"]) == ([1, 2], 20)
+    assert said["decoder_start_token_id"] == model.tokenizer.id("<|startoftranscript|>")
+    assert again["preprocessor_config.json"]["dither"] == 0.1
+    assert again["preprocessor_config.json"]["n_fft"] == 400
+
+
 # --- other targets, and where to write ---
+
+
+def test_a_family_that_gguf_does_not_have_is_blamed_before_its_tokeniser(tmp_path):
+    with pytest.raises(ClearheadError, match='no architecture for the family "bert"'):
+        ch.export(with_words("bert"), tmp_path / "a.gguf", to="gguf")
 
 
 def test_a_gguf_file_opens_in_the_gguf_reader(tmp_path):
@@ -436,21 +537,35 @@ def test_targets_that_are_none(changes, message, tmp_path):
 
 def test_a_folder_with_other_things_is_not_overwritten(tmp_path):
     (tmp_path / "thesis.tex").write_text("years")
-    with pytest.raises(ClearheadError, match=r"holds other things too \(thesis.tex\)"):
+    with pytest.raises(ClearheadError, match=r"is there already.*--overwrite"):
         ch.export(built("gpt2"), tmp_path)
+    with pytest.raises(ClearheadError, match=r"holds other things too \(thesis.tex\)"):
+        ch.export(built("gpt2"), tmp_path, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 def test_a_file_is_not_overwritten(tmp_path):
     (tmp_path / "thesis.tex").write_text("years")
-    with pytest.raises(ClearheadError, match="is a file: choose a folder"):
+    with pytest.raises(ClearheadError, match=r"is there already.*--overwrite"):
         ch.export(built("gpt2"), tmp_path / "thesis.tex")
+    with pytest.raises(ClearheadError, match="is a file: choose a folder"):
+        ch.export(built("gpt2"), tmp_path / "thesis.tex", overwrite=True)
     assert (tmp_path / "thesis.tex").read_text() == "years"
 
 
-def test_an_older_export_is_replaced_whole(tmp_path):
-    ch.export(with_words("bert", head=MEAN), tmp_path / "out")
+def test_an_empty_folder_is_written_into(tmp_path):
+    (tmp_path / "out").mkdir()
     ch.export(built("gpt2"), tmp_path / "out")
+    assert opened(tmp_path / "out")
+
+
+def test_an_older_export_is_replaced_whole_and_only_if_asked(tmp_path):
+    ch.export(with_words("bert", head=MEAN), tmp_path / "out")
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    with pytest.raises(ClearheadError, match=r"out is there already.*overwrite=True"):
+        ch.export(built("gpt2"), tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+    ch.export(built("gpt2"), tmp_path / "out", overwrite=True)
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "config.json", "model.safetensors",
     }  # fmt: skip

@@ -45,6 +45,8 @@ MODELS = {
     "llama-wide-heads": ("llama", {"n_kv_heads": 2, "variant": {"head_dim": 32}}),
     "qwen2": ("llama", {"n_kv_heads": 2, "variant": {"qkv_bias": True}}),
     "llama-bias": ("llama", {"n_kv_heads": 2, "variant": {"qkv_bias": True, "head_dim": 32}}),
+    "llama-out-bias": ("llama", {"variant": {"qkv_bias": True, "out_bias": True}}),
+    "llama-ffn-bias": ("llama", {"variant": {"ffn_bias": True}}),
     "qwen3": ("llama", {"n_kv_heads": 2, "variant": {"qk_norm": True, "head_dim": 32}}),
     "linear": ("llama", {"position": ROPE | {"scaling": {"kind": "linear", "factor": 4.0}}}),
     "yarn": (

@@ -292,9 +292,7 @@ def test_rotary_factors_of_no_known_scaling_are_refused(tmp_path, whole):
     metadata, tensors, _ = whole
     for bad in (torch.tensor([1.0, 3.0]), torch.ones(5), torch.tensor([1.0, torch.nan])):
         write_gguf(tmp_path / "a", metadata, tensors | {"rope_freqs.weight": bad})
-        with pytest.raises(
-            ClearheadError, match=r"divides its rotary angles|factor of a rotary scaling"
-        ):
+        with pytest.raises(ClearheadError, match="divides its rotary angles"):
             load_gguf(tmp_path / "a")
     write_gguf(tmp_path / "b", metadata, tensors | {"rope_freqs.weight": torch.ones(2)})
     assert load_gguf(tmp_path / "b")[1].position.scaling is None

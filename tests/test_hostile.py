@@ -1,5 +1,4 @@
-"""Broken and hostile folders: a clear error, in bounded time and memory, nothing run, no half
-model.
+"""Broken and hostile folders: a clear error, in bounded time and memory, nothing run.
 
 Each entry damages a good folder in one way. GGUF files and the inside of pickles have tests of
 their own (`test_gguf_hostile.py`, `test_pickles.py`).

@@ -1,5 +1,6 @@
-"""ONNX: what onnxruntime computes from the files is what the network computes, for batches and
-lengths that no example had.
+"""ONNX: what onnxruntime computes from the files is what the network computes.
+
+For batches and lengths, too, that no example had.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import clearhead as ch
+from clearhead.media.audio import read_audio
 
 PUBLISHED_SPEARMAN = 0.8203
 STORY = ", there was a little girl named Lily. She loved to play outside in the sunshine."
@@ -119,6 +120,20 @@ def test_whisper_hears_every_word():
     # Checked signatures hide from torch that decoding is a generator, so it is told here.
     with torch.inference_mode():
         heard = ch.load(folder).transcribe(under("CLEARHEAD_DATA", "jfk", "jfk.flac"))
+    assert spoken(heard) == spoken(SPEECH)
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own, about its own arguments
+def test_an_exported_whisper_hears_in_transformers(tmp_path):
+    pytest.importorskip("soundfile")
+    transformers = pytest.importorskip("transformers")
+    sound = read_audio(under("CLEARHEAD_DATA", "jfk", "jfk.flac"))
+    under("CLEARHEAD_WEIGHTS", "whisper", "gpt2.tiktoken")
+    ch.export(ch.load(under("CLEARHEAD_WEIGHTS", "whisper")), tmp_path / "hf")
+    processor = transformers.AutoProcessor.from_pretrained(tmp_path / "hf")
+    hf = transformers.AutoModelForSpeechSeq2Seq.from_pretrained(tmp_path / "hf").eval()
+    mel = processor(sound.numpy(), sampling_rate=16000, return_tensors="pt").input_features
+    (heard,) = processor.batch_decode(hf.generate(mel), skip_special_tokens=True)
     assert spoken(heard) == spoken(SPEECH)
 
 

@@ -1,6 +1,4 @@
-"""Taps: their names, that looking changes nothing, that changing changes what it should, and that
-nothing is left behind.
-"""
+"""Taps: looking changes nothing, changing what it should, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -21,6 +19,7 @@ from tiny import (
     MODELS,
     POSITIONS,
     SEQ2SEQ,
+    SIZES,
     attention,
     close,
     positioned,
@@ -269,6 +268,54 @@ def test_a_patch_of_another_shape_is_refused():
     ):
         run(net)
     assert listeners(net) == 0
+
+
+def test_a_tensor_stands_in_the_place_of_a_value():
+    net = tiny("gpt2")
+    with ch.capture(net, "blocks.0.leave") as acts:
+        net(tokens(2, 6, seed=3))
+    other = acts["stack.blocks.0.leave"]
+    with ch.patch(net, {"blocks.0.leave": other}):
+        assert torch.equal(run(net), net(tokens(2, 6, seed=3)))
+    with (
+        ch.patch(net, {"blocks.0.leave": other[:1]}),
+        pytest.raises(ClearheadError, match=r"must give a tensor of shape \(2, 6, 16\)"),
+    ):
+        run(net)
+    with (
+        ch.patch(net, {"blocks.0.leave": other.double()}),
+        pytest.raises(ClearheadError, match=r"must give torch.float32 on cpu, not torch.float64"),
+    ):
+        run(net)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"embed.out": 3}, r'The patch at "embed.out" must be a function .* not int'),
+        ({"embed.out": None}, r"must be a function .* not NoneType"),
+        ("embed.out", r"patch takes a table .* not str"),
+        (torch.zeros_like, r"patch takes a table"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_patches_that_are_none(changes, message):
+    with pytest.raises(ClearheadError, match=message), ch.patch(tiny("gpt2"), changes):
+        pass
+
+
+def test_a_model_is_as_good_as_its_network():
+    model = ch.build("gpt2", **SIZES, seed=0)
+    ids = tokens(2, 6)
+    with ch.capture(model, "embed.out") as acts, ch.patch(model, {"ffn.hidden": torch.zeros_like}):
+        patched = model(ids)
+    assert acts["embed.out"].shape == (2, 6, 16)
+    assert not torch.equal(patched, model(ids))
+    assert taps(model) == taps(model.net)
+    for wrong in ("gpt2", 3, None):
+        said = f"give a model or its net, not {type(wrong).__name__}"
+        with pytest.raises(ClearheadError, match=said), ch.capture(wrong, "**"):
+            pass
 
 
 # --- nothing is left behind ---

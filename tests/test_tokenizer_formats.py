@@ -1,5 +1,6 @@
-"""Tokenisers read from every format give the ids that transformers and sentencepiece give; damaged
-files are clear errors.
+"""Tokenisers of every format give the ids that transformers and sentencepiece give.
+
+Damaged files are clear errors.
 
 The vocabularies are tiny and made here. Real ones are used where CLEARHEAD_WEIGHTS (or
 /tmp/weights) has them.

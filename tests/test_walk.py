@@ -182,6 +182,20 @@ def test_steps_cannot_be_changed_and_explain_themselves():
         assert step.values.shape == (len(step.rows), len(step.columns))
         assert step.meaning.endswith(".")
     assert "sqrt(4) = 2.0000" in walk.step("scaled").meaning
+    assert "independent, with mean 0" in walk.step("scaled").meaning
+    assert "several heads" in walk.step("out").meaning
+    assert "output projection" in walk.step("out").meaning
+
+
+def test_made_up_weights_are_said_to_be():
+    """And those of a worked example to be given."""
+    walk = walk_sentence("the cat sat")
+    assert "made up from the seed" in walk.step("W_Q").meaning
+    formulas = [walk.step(name).formula for name in ("W_Q", "W_K", "W_V")]
+    assert formulas == ["made up from the seed"] * 3
+    given_ones = walk_example(2)
+    assert {given_ones.step(name).formula for name in ("W_Q", "W_K", "W_V")} == {"given"}
+    assert "seed" not in given_ones.step("W_Q").meaning
 
 
 # --- bad input ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,16 +12,18 @@ from safetensors.torch import save_file
 
 from clearhead.config import Spec
 from clearhead.errors import did_you_mean, require
+from clearhead.generate.transcribe import speech_files
+from clearhead.layers.sound import SoundEmbedding
 from clearhead.model import Model
 from clearhead.models.base import EncoderDecoder
 from clearhead.models.family import FamilyConfig, family
 from clearhead.models.heads import PoolingConfig
 from clearhead.models.hf import OUR_LAYOUT
 from clearhead.models.presets import PRESETS, Preset, resolve
-from clearhead.sources import read_file, read_folder
+from clearhead.sources import open_with_head
 from clearhead.text.foreign import gguf_metadata
-from clearhead.weights.folder import CONFIG, OWN_FILES, WEIGHTS, whole_folder
-from clearhead.weights.gguf import export_gguf
+from clearhead.weights.folder import CONFIG, OWN_FILES, WEIGHTS, refuse_full, whole_folder
+from clearhead.weights.gguf import check_family, export_gguf
 from clearhead.weights.hf import to_hf
 from clearhead.weights.hub import fetch
 from clearhead.weights.onnx import export_onnx
@@ -55,22 +58,27 @@ def build(
 
 
 def load(
-    source: str | Path, *, head: Any = None, revision: str | None = None, report: bool = False
+    source: str | Path,
+    *,
+    head: Any = None,
+    labels: Sequence[str] | None = None,
+    seed: int | None = None,
+    revision: str | None = None,
+    report: bool = False,
 ) -> Any:
     """A model, ready to run, from what people have:
 
     a folder that `save` wrote, a Hugging Face folder or hub name, a GGUF file, an official Whisper
-    .pt, a llama2.c .bin. `head` puts another head on a foreign body, `revision` is the hub's. With
-    `report` it returns (model, report): what became of every foreign key.
+    .pt, a llama2.c .bin. `revision` is the hub's. With `report` it returns (model, report): what
+    became of every foreign key.
+
+    `head` puts another head on the body: `head="classification", labels=["bad", "good"]`, or "none"
+    for the bare states. What the model does not have of it is drawn from `seed`.
     """
     path = Path(source).expanduser()
-    changes = {} if head is None else {"head": head}
-    if path.is_file():
-        model, said = read_file(path, **changes)
-    elif path.exists() or _looks_like_path(str(source)):
-        model, said = read_folder(path, **changes)
-    else:
-        model, said = read_folder(fetch(str(source), revision), **changes)
+    if not path.exists() and not _looks_like_path(str(source)):
+        path = fetch(str(source), revision)
+    model, said = open_with_head(path, head, labels, seed)
     return (model, said) if report else model
 
 
@@ -79,8 +87,15 @@ def _looks_like_path(source: str) -> bool:
     return source.startswith((".", "/", "~")) or source.count("/") > 1 or source.endswith("/")
 
 
-def export(model: Model, folder: str | Path, to: Target = "hf", dtype: str | None = None) -> None:
-    """Write a model for others, whole or not at all.
+def export(
+    model: Model,
+    folder: str | Path,
+    to: Target = "hf",
+    dtype: str | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write a model for others, whole or not at all; over something that is there only with
+    `overwrite`.
 
     "hf": a folder that transformers opens; "onnx": with and without cache, dynamic batch and
     length; "gguf": one file for llama.cpp, its matrices in `dtype` f32, f16 or q8_0.
@@ -93,6 +108,9 @@ def export(model: Model, folder: str | Path, to: Target = "hf", dtype: str | Non
     require(
         dtype is None or to == "gguf", f"dtype is a setting of GGUF files, not of {to} folders."
     )
+    if to == "gguf":
+        check_family(model.config)
+    refuse_full(folder, overwrite)
     if to == "hf":
         _export_hf(model, folder)
     elif to == "onnx":
@@ -123,10 +141,21 @@ def _export_hf(model: Model, folder: str | Path) -> None:
     with whole_folder(folder, OWN_FILES) as new:
         save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
         model.write_companions(new)
+        for name, said in _speech_files(model).items():
+            (new / name).write_text(json.dumps(said, indent=2) + "\n")
         head = getattr(model.config, "head", None)
         if isinstance(head, PoolingConfig) and not head.dense:
             _write_sentence_modules(new, head, model.config)
         (new / CONFIG).write_text(json.dumps(hf, indent=2) + "\n")
+
+
+def _speech_files(model: Model) -> dict[str, Any]:
+    """What transformers needs to listen with a model, under what came along with it."""
+    net = model.net
+    if not isinstance(net, EncoderDecoder) or not isinstance(net.encoder.embed, SoundEmbedding):
+        return {}
+    made = speech_files(model.config, model.tokenizer)
+    return {name: said | model.companions.get(name, {}) for name, said in made.items()}
 
 
 def _special_ids(model: Model) -> dict[str, Any]:

@@ -19,9 +19,7 @@ from clearhead.errors import ClearheadError, did_you_mean
 
 
 class Spec:
-    """Base of all specs. A subclass is a frozen dataclass and states its kind: `class A(Spec,
-    kind="a")`.
-    """
+    """Base of all specs: a subclass is a frozen dataclass, `class A(Spec, kind="a")`."""
 
     kind: ClassVar[str] = ""
 
@@ -54,8 +52,9 @@ class Spec:
         return cls(**values)
 
     def changed(self, **changes: Any) -> Self:
-        """A copy with some fields replaced; values may be plain data, keys may be dotted
-        (`rope.theta`).
+        """A copy with some fields replaced.
+
+        Values may be plain data, keys may be dotted (`rope.theta`).
         """
         data = {f.name: getattr(self, f.name) for f in _fields(self)}
         _refuse_unknown(
@@ -132,10 +131,12 @@ def _read(value: Any, hint: Any, where: str) -> Any:
 
 
 def _read_union(value: Any, members: tuple[Any, ...], where: str) -> Any:
-    if value is None and type(None) in members:
-        return None
+    optional = type(None) in members
     members = tuple(m for m in members if m is not type(None))
     specs = _kinds(m for m in members if isinstance(m, type) and issubclass(m, Spec))
+    said = "none" if value is None else value.lower() if specs and isinstance(value, str) else ""
+    if optional and said == "none":
+        return None
     if specs and not isinstance(value, (int, float)):
         return _read_spec(value, specs, where)
     for member in members:

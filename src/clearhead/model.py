@@ -1,6 +1,4 @@
-"""The model that users hold: a network, the settings it was built from, its tokeniser, and what
-belongs to them.
-"""
+"""The model that users hold: a network, its settings, its tokeniser, its companions."""
 
 from __future__ import annotations
 
@@ -15,8 +13,14 @@ from torch import Tensor
 
 from clearhead.attention.positions import Positions
 from clearhead.errors import ClearheadError, require
+from clearhead.generate.answer import Answer, answer_question
+from clearhead.generate.batch import encode_sources
+from clearhead.generate.beam import Beam
 from clearhead.generate.decode import Sampling, decode_tokens
+from clearhead.generate.labels import classify_texts, tag_sentences
+from clearhead.generate.score import score_tokens
 from clearhead.generate.transcribe import transcribe
+from clearhead.generate.translate import translate_texts
 from clearhead.generate.vectors import embed_texts
 from clearhead.layers.embed import check_ids
 from clearhead.layers.sound import SoundEmbedding
@@ -113,7 +117,7 @@ class Model:
         if isinstance(self.net, EncoderDecoder):
             with torch.inference_mode(), self.net.at_rest():
                 memory = self.net.encode(given)
-            ids = [self._start_id()]
+            ids = self._start_ids()
             text = tokenizer.target.decode_stream()
         else:
             memory, ids, text = None, given[0].tolist(), tokenizer.decode_stream()
@@ -136,16 +140,87 @@ class Model:
         tokens = decode_tokens(self.net, ids, self._sampling(settings), self.config.max_len)
         return tokenizer.decode(tokens)
 
+    def translate(
+        self,
+        texts: str | Sequence[str],
+        beams: int = 1,
+        length_penalty: float = 1.0,
+        max_new_tokens: int | None = None,
+        batch_tokens: int = 4096,
+    ) -> str | list[str]:
+        """What an encoder-decoder makes of a text, or of many, in batches sorted by length.
+
+        beams: how many translations are followed at once, 1 being greedy; batch_tokens: how many
+        source tokens are worked on at once, each beam counted.
+        """
+        many = [texts] if isinstance(texts, str) else list(texts)
+        tokenizer = self._tokenizer()
+        require(
+            isinstance(self.net, EncoderDecoder),
+            f"Translating takes an encoder-decoder; this is a {self.config.kind}: use generate.",
+        )
+        self._check_writes()
+        limit = self.config.max_len if max_new_tokens is None else max_new_tokens
+        ends = self._sampling({"max_new_tokens": limit})
+        beam = Beam(beams, length_penalty, "likely", limit, stop=ends.stop, never=ends.never)
+        found = translate_texts(
+            self.net,
+            tokenizer,
+            many,
+            beam,
+            self._start_ids(),
+            self.config.max_len,
+            batch_tokens,
+            capped=max_new_tokens is None,
+        )
+        return found[0] if isinstance(texts, str) else found
+
     def embed(self, texts: str | Sequence[str]) -> Float[Tensor, "n m"]:
         """One vector a text (a model with a pooling head)."""
         texts = [texts] if isinstance(texts, str) else list(texts)
-        head = getattr(self.config, "head", None)
-        require(
-            head is not None and head.kind == "pooling",
-            "Embedding texts takes a model with a pooling head: "
-            'ch.load(folder, head={"kind": "pooling", "mode": "mean", "normalise": true}).',
-        )
+        own = '{"kind": "pooling", "mode": "mean", "normalise": true}'
+        self._check_head("pooling", "Embedding texts", own)
         return embed_texts(self.net, self._tokenizer(), texts, self._text_len())
+
+    def score(self, text: str, source: str | None = None) -> Float[Tensor, " n"]:
+        """The log-probability of each token of a text but the first, given those before it; for an
+        encoder-decoder of every token, given the source.
+        """
+        tokenizer = self._tokenizer()
+        self._check_writes()
+        if not isinstance(self.net, EncoderDecoder):
+            require(source is None, "Only an encoder-decoder has a source: score(text).")
+            return score_tokens(self.net, tokenizer.encode(text), self.config.max_len)
+        require(source is not None, "An encoder-decoder scores a text for a source: source=...")
+        memory = encode_sources(self.net, [tokenizer.encode(str(source))])
+        ids = [*self._start_ids()[:1], *tokenizer.target.encode(text)]
+        return score_tokens(self.net, ids, self.config.max_len, memory)
+
+    def classify(
+        self, texts: str | tuple[str, str] | Sequence[str | tuple[str, str]]
+    ) -> dict[str, float] | list[dict[str, float]]:
+        """Label -> probability of a text, the likeliest first, or a list of these for a list of
+        texts; a pair of texts is a tuple.
+        """
+        self._check_head("classification", "Classifying")
+        many = [texts] if isinstance(texts, (str, tuple)) else list(texts)
+        length = self._text_len()
+        found = classify_texts(self.net, self._tokenizer(), many, self.labels, length)
+        return found[0] if isinstance(texts, (str, tuple)) else found
+
+    def tag(self, text: str | Sequence[str]) -> list[tuple[str, str]]:
+        """Every word of a sentence with its label; words stand apart by blanks, or in a list."""
+        self._check_head("tagging", "Tagging")
+        words = text.split() if isinstance(text, str) else list(text)
+        require(len(words) > 0, "There are no words to tag.")
+        tokenizer, length = self._tokenizer(), self._text_len()
+        (tags,) = tag_sentences(self.net, tokenizer, [words], self.labels, length)
+        return list(zip(words, tags, strict=True))
+
+    def answer(self, question: str, context: str) -> Answer:
+        """The piece of the context that answers a question: its text, place and probability."""
+        self._check_head("span", "Answering questions")
+        return answer_question(self.net, self._tokenizer(), question, context, self._text_len())
 
     def see(self, *images: Any) -> Float[Tensor, "n c h w"]:
         """Pictures (paths, or what Pillow opened) as the numbers that this model takes."""
@@ -166,6 +241,14 @@ class Model:
         )
         wave = sound if isinstance(sound, Tensor) else read_audio(sound)
         return " ".join(transcribe(self.net, self.config, self._tokenizer(), wave, language))
+
+    def _check_head(self, kind: str, what: str, own: str = "") -> None:
+        """Refuse what takes another head, and say how the model gets it."""
+        head = getattr(self.config, "head", None)
+        require(
+            head is not None and head.kind == kind,
+            f"{what} takes a model with a {kind} head: ch.load(folder, head={own or repr(kind)}).",
+        )
 
     def _check_writes(self) -> None:
         """Refuse to write text with a model that was not made for it."""
@@ -202,10 +285,12 @@ class Model:
         ends = self._generation("eos_token_id")
         stop = set(self._tokenizer().target.eos_ids)
         stop |= {ends} if isinstance(ends, int) else set(ends or ())
-        return Sampling(**settings, stop=frozenset(stop))
+        # Words of one token that the model's makers ruled out: Marian writes no padding.
+        banned = [words[0] for words in self._generation("bad_words_ids") or () if len(words) == 1]
+        return Sampling(**settings, stop=frozenset(stop), never=frozenset(banned))
 
-    def _start_id(self) -> int:
-        """What an encoder-decoder's target starts with: never the begin token."""
+    def _start_ids(self) -> list[int]:
+        """What an encoder-decoder's target starts with: never the begin token alone."""
         start = self._generation("decoder_start_token_id")
         if start is None:
             start = self._tokenizer().pad_id
@@ -214,7 +299,8 @@ class Model:
             "It is not known which token this model's targets start with: set "
             'model.companions["generation_config.json"]["decoder_start_token_id"].',
         )
-        return int(start)
+        first = self._generation("forced_bos_token_id")
+        return [int(start)] if first is None else [int(start), int(first)]
 
     # -- files
 

@@ -1,5 +1,4 @@
-"""Where models come from: folders of ours and of Hugging Face's, and the single files that people
-have.
+"""Where models come from: folders of ours and of Hugging Face's, and single files.
 
 Each reader gives a `Model` with its tokeniser and companions, and a report of what became of every
 foreign key.
@@ -7,11 +6,13 @@ foreign key.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from clearhead.errors import require
 from clearhead.model import Model
+from clearhead.models.heads import HeadConfig
 from clearhead.models.whisper import from_openai, openai_keys
 from clearhead.text.foreign import from_gguf, from_llama2c
 from clearhead.text.tiktoken import whisper_tokenizer
@@ -36,6 +37,7 @@ from clearhead.weights.folder import (
 from clearhead.weights.gguf import load_gguf
 from clearhead.weights.hf import depth, load_hf
 from clearhead.weights.llama2c import load_llama2c, read_llama2c_vocab
+from clearhead.weights.new_head import head_changes, put_head, seeded
 from clearhead.weights.pickles import read_whisper_pt
 
 TOKENIZER_FILES = (
@@ -58,19 +60,45 @@ BESIDE_TOKENIZER = (
 )
 
 
-def read_folder(folder: Path, **changes: Any) -> tuple[Model, Report]:
+def open_with_head(
+    path: Path, head: Any = None, labels: Sequence[str] | None = None, seed: int | None = None
+) -> tuple[Model, Report]:
+    """A model from a folder or a file, with another head than its own if one is asked for.
+
+    `head` is a kind, a table with its settings, or "none" for the bare states; None: its own.
+    `labels` are the names of a classifier's labels, which say how many there are. What the old head
+    has no part for is drawn from `seed`, and is named in the report.
+    """
+    require(not isinstance(labels, str), 'labels is a list of names: labels=["bad", "good"].')
+    if labels is not None and head is not None and not isinstance(head, HeadConfig):
+        table = {"kind": head} if isinstance(head, str) else head
+        head = {"n_labels": len(labels)} | table if isinstance(table, dict) else table
+    model, report = (read_file if path.is_file() else read_folder)(path, head, seed)
+    if labels is not None:
+        count = getattr(getattr(model.config, "head", None), "n_labels", 0)
+        require(
+            count == len(labels),
+            f"{len(labels)} labels are named ({', '.join(map(str, labels))[:80]}), but the head of "
+            f"this model has {count}: name as many, and ask for a head with labels "
+            '(head="classification").',
+        )
+        model.companions[LABELS] = [str(label) for label in labels]
+    return model, report
+
+
+def read_folder(folder: Path, head: Any = None, seed: int | None = None) -> tuple[Model, Report]:
     """A folder that `save` wrote, a Hugging Face folder, or one with a single model file."""
     if folder.is_dir() and not (folder / CONFIG).exists():
-        return read_file(single_file(folder), **changes)
+        return read_file(single_file(folder), head, seed)
     description = read_settings(folder)
     if str(description.get("format")).startswith("clearhead/"):
-        _refuse(changes)
         if (folder / WEIGHTS).exists():
             inside(folder, WEIGHTS)
         net, config = load_model(folder)
         companions = _companions(folder) | _own_labels(folder)
-        return Model(net, config, _tokenizer(folder), companions), Report()
-    net, config, report = load_hf(folder, **changes)
+        model = Model(net, config, _tokenizer(folder), companions)
+        return _with_head(model, Report(), head, seed)
+    net, config, report = load_hf(folder, seed, **head_changes(head))
     companions = _companions(folder)
     own = {
         name: description[name]
@@ -80,24 +108,31 @@ def read_folder(folder: Path, **changes: Any) -> tuple[Model, Report]:
     if own:
         said = companions.get("generation_config.json", {})
         companions["generation_config.json"] = own | said
-    if not report.new and (labels := _labels(description, config)):
+    if not report.drawn and (labels := _labels(description, config)):
         companions[LABELS] = labels
     return Model(
         net, config, _tokenizer(folder, str(description["model_type"])), companions
     ), report
 
 
-def _refuse(changes: dict[str, Any]) -> None:
-    require(
-        not changes,
-        "Another head can be put on the body of a Hugging Face folder; this is a model of another "
-        "kind, and keeps its own.",
+def _with_head(model: Model, report: Report, head: Any, seed: int | None) -> tuple[Model, Report]:
+    """The model with the head that was asked for; names of labels go with the labels."""
+    if head is None:
+        return model, report
+    net, config, report = put_head(
+        model.net, model.config, head_changes(head), report, seeded(seed)
     )
+    gone = {LABELS} if config != model.config else set()
+    companions = {name: said for name, said in model.companions.items() if name not in gone}
+    return Model(net, config, model.tokenizer, companions), report
 
 
-def read_file(path: Path, **changes: Any) -> tuple[Model, Report]:
+def read_file(path: Path, head: Any = None, seed: int | None = None) -> tuple[Model, Report]:
     """A GGUF file, an official Whisper .pt or a llama2.c .bin; told apart by what is in it."""
-    _refuse(changes)
+    return _with_head(*_read_file(path), head, seed)
+
+
+def _read_file(path: Path) -> tuple[Model, Report]:
     kind = file_kind(path)
     if kind == "gguf":
         net, config, report, gguf = load_gguf(path)

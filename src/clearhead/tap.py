@@ -4,7 +4,7 @@
         net(ids)
     acts["stack.blocks.0.self_attn.pattern"]        # [b, h, q, k]
 
-    with patch(net, {"blocks.3.ffn.hidden": torch.zeros_like}):
+    with patch(net, {"blocks.3.ffn.hidden": torch.zeros_like}):      # or a tensor in its place
         net(ids)
 
 A name is the path of the module that owns the tap and the tap's attribute. In a glob `*` stands for
@@ -27,9 +27,7 @@ Listener = Callable[[Any], Any]
 
 
 class Tap:
-    """One named point; calling it hands the value to each listener in turn and returns what they
-    leave.
-    """
+    """One named point: it hands a value to each listener in turn and returns what they leave."""
 
     __slots__ = ("listeners",)
 
@@ -44,10 +42,10 @@ class Tap:
 
 
 def taps(net: Any) -> dict[str, Tap]:
-    """Every tap of a network by its name, in the order of the modules."""
+    """Every tap of a network, or of a Model's, by its name, in the order of the modules."""
     return {
         f"{path}.{attribute}" if path else attribute: tap
-        for path, module in net.named_modules()
+        for path, module in _network(net).named_modules()
         for attribute, tap in vars(module).items()
         if isinstance(tap, Tap)
     }
@@ -71,6 +69,7 @@ class Activations(dict[str, Any]):
 def capture(net: Any, *globs: str, every: bool = False) -> Iterator[Activations]:
     """Collect the values at all taps that match a glob; the outputs stay the same bit for bit.
 
+    `net` is a network or a Model.
     With `every`, all calls are kept in `.history` (a decoding loop, say), not the latest alone.
     """
     acts = Activations()
@@ -89,18 +88,19 @@ def capture(net: Any, *globs: str, every: bool = False) -> Iterator[Activations]
 
 
 @contextlib.contextmanager
-def patch(net: Any, changes: Mapping[str, Listener]) -> Iterator[None]:
-    """Replace the value at every tap that matches a glob by what its function makes of it."""
+def patch(net: Any, changes: Mapping[str, Any]) -> Iterator[None]:
+    """Replace the value at every tap that matches a glob.
 
-    def listener(name: str, change: Listener) -> Listener:
+    The new value is what a function makes of the old one, or a tensor of the same shape. `net` is a
+    network or a Model.
+    """
+    _check_changes(changes)
+
+    def listener(name: str, change: Any) -> Listener:
         def listen(x: Any) -> Any:
             given = x.clone()
-            new = change(given)
-            if getattr(new, "shape", None) != x.shape:
-                raise ClearheadError(
-                    f'The patch at "{name}" must return a tensor of shape {tuple(x.shape)}, not '
-                    f"{tuple(new.shape) if hasattr(new, 'shape') else repr(new)}."
-                )
+            new = change(given) if callable(change) else change
+            _check_value(name, x, new)
             # Unchanged, it is the same object for those who ask; changed in place, it is not.
             return x if new is given and given.equal(x) else new
 
@@ -113,6 +113,50 @@ def patch(net: Any, changes: Mapping[str, Listener]) -> Iterator[None]:
     ]
     with _listening(pairs):
         yield
+
+
+def _check_changes(changes: Any) -> None:
+    """Refuse what is no table of functions and tensors, before anything runs."""
+    if not isinstance(changes, Mapping):
+        raise ClearheadError(
+            "patch takes a table of taps and what to do there, "
+            f'{{"blocks.3.ffn.hidden": torch.zeros_like}}, not {type(changes).__name__}.'
+        )
+    for name, change in changes.items():
+        if not callable(change) and not _is_tensor(change):
+            raise ClearheadError(
+                f'The patch at "{name}" must be a function of the value there, for example '
+                f"torch.zeros_like, or a tensor in its place, not {type(change).__name__}."
+            )
+
+
+def _check_value(name: str, old: Any, new: Any) -> None:
+    """Refuse a value that cannot stand where the old one stood."""
+    if not _is_tensor(new) or new.shape != old.shape:
+        raise ClearheadError(
+            f'The patch at "{name}" must give a tensor of shape {tuple(old.shape)}, not '
+            f"{tuple(new.shape) if _is_tensor(new) else repr(new)}."
+        )
+    if new.dtype != old.dtype or new.device != old.device:
+        raise ClearheadError(
+            f'The patch at "{name}" must give {old.dtype} on {old.device}, not {new.dtype} on '
+            f"{new.device}: use value.to(x)."
+        )
+
+
+def _is_tensor(value: Any) -> bool:
+    """Whether it has what a tensor has; torch itself is not imported for this."""
+    return all(hasattr(value, name) for name in ("shape", "dtype", "device", "clone"))
+
+
+def _network(net: Any) -> Any:
+    """The module itself, or that of a Model."""
+    module = net if hasattr(net, "named_modules") else getattr(net, "net", None)
+    if not hasattr(module, "named_modules"):
+        raise ClearheadError(
+            f"Taps are points inside a network: give a model or its net, not {type(net).__name__}."
+        )
+    return module
 
 
 @contextlib.contextmanager
@@ -136,6 +180,8 @@ def _matching(net: Any, globs: tuple[str, ...]) -> list[tuple[str, Tap]]:
     named = taps(net)
     found: dict[str, Tap] = {}
     for glob in globs:
+        if not isinstance(glob, str):
+            raise ClearheadError(f"A tap is named by a text, not by {type(glob).__name__}.")
         matches = {
             name: tap for name, tap in named.items() if _compiled(glob).fullmatch(f"{name}.")
         }

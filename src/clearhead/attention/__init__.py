@@ -1,3 +1,1 @@
-"""Attention: where things stand, who may look at whom, what a decode remembers, and the weighted
-sum itself.
-"""
+"""Attention: positions, masks, caches, and the weighted sum itself."""

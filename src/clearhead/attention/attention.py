@@ -87,12 +87,10 @@ class Attention(nn.Module):
         if self.rotary is not None and view.rotary is not None:
             q = self.rotary.rotate(q, view.rotary)
         q = self.q(q)
-        k, v = self._keys_values(x if source is None else source, view, state)
+        k, v = self.keys_values(x if source is None else source, view, state)
         return self.out_proj(self._attend(q, k, v, view))
 
-    def _keys_values(
-        self, source: Tensor, view: View, state: State | None
-    ) -> tuple[Tensor, Tensor]:
+    def keys_values(self, source: Tensor, view: View, state: State | None) -> tuple[Tensor, Tensor]:
         """The keys and values of this call, or all that the state has with them."""
         if isinstance(state, CrossKV) and state.k is not None:
             return state.k, state.v  # type: ignore[return-value]

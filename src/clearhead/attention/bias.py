@@ -1,5 +1,6 @@
-"""Positions that enter as a bias on the scores, the same for every query content: ALiBi and T5's
-buckets.
+"""Positions that enter as a bias on the scores: ALiBi and T5's buckets.
+
+The bias is the same whatever the query's content.
 
     scores = q k^T * scale + bias(query position - key position)
 
@@ -51,8 +52,9 @@ class ALiBi(nn.Module):
 
 
 def alibi_slopes(n_heads: int) -> list[float]:
-    """2^(-8/n), 2^(-16/n), ...; where n is no power of two, the next ones are taken from twice as
-    many heads.
+    """2^(-8/n), 2^(-16/n), ..., one for each head.
+
+    Where n is no power of two, the next ones are taken from twice as many heads.
     """
     power = 2 ** math.floor(math.log2(n_heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
@@ -61,8 +63,9 @@ def alibi_slopes(n_heads: int) -> list[float]:
 
 
 class T5Buckets(nn.Module):
-    """One learned number for each head and each bucket of distances: exact when near, logarithmic
-    when far.
+    """One learned number for each head and each bucket of distances.
+
+    Buckets are exact when near, logarithmic when far.
 
     Raffel et al. 2020, section 2.1.
     """

@@ -35,11 +35,17 @@ class Slots:
         )
         self.where = torch.full((rows, size), -1, dtype=torch.long, device=device)
         self.top = 0  # one past the last position of any row
-        self.solid = True  # every row holds the same last positions, without a gap
+        self.even = True  # every row holds the same positions, and new ones follow the last
+        self.torn = 0  # a ring that went back has gaps until it stands here again
         self.used = 0  # slots that the layers show, and before this call:
         self.used_before = 0
         self.beside = False  # this call's keys stand beside the ring and are written behind it
         self.slot: slice | tuple[Tensor, Tensor, Tensor] = slice(0, 0)
+
+    @property
+    def solid(self) -> bool:
+        """Whether every row holds the same last positions, without a gap."""
+        return self.even and self.top >= self.torn
 
     def check_room(self, at: Positions) -> None:
         """Refuse tokens beyond the last slot, before anything is written."""
@@ -54,7 +60,7 @@ class Slots:
         # A ring must not overwrite what the first of the new queries still sees.
         self.beside = self.reach is not None and at.length > self.size - self.reach + 1
         keys = self._joined(at) if self.beside else None
-        self.solid = self.solid and at.dense and at.lo == self.top
+        self.even = self.even and at.dense and at.lo == self.top
         self.top = max(self.top, at.hi + 1)
         self.used_before, self.used = self.used, max(self.used, min(self.top, self.size))
         self._place(at)
@@ -121,7 +127,8 @@ class Slots:
         wrapped = self.top > self.size
         limit = torch.tensor(ends, device=self.where.device).unsqueeze(1)
         self.where = torch.where(self.where < limit, self.where, -1)
-        self.solid = self.solid and len(set(ends)) == 1 and not wrapped
+        self.even = self.even and len(set(ends)) == 1
+        self.torn = max(self.torn, self.top) if wrapped else self.torn
         self.top = min(self.top, max(ends))
         self.used = self.size if wrapped else self.top
 
@@ -244,10 +251,13 @@ class Cache:
         return keys
 
     def reorder(self, rows: Int[Tensor, " n"]) -> None:
-        """Row i becomes what row rows[i] was. With several beams a source, rows stay inside their
-        source.
+        """Row i becomes what row rows[i] was; with several beams, rows stay inside their source.
+
+        Rows on a CPU are checked; to look at those on another device would mean to wait for it.
         """
         beams = self._beams()
+        if rows.device.type == "cpu":
+            self._check_rows(rows, beams)
         self._select_rows(rows)
         if beams == 1:
             self._select_sources(rows)
@@ -255,6 +265,8 @@ class Cache:
     def keep(self, sources: Int[Tensor, " n"]) -> None:
         """Keep these sources with all their beams, and drop the rest (finished ones)."""
         beams = self._beams()
+        if sources.device.type == "cpu":
+            _check_inside(sources, self.rows // beams, "source")
         steps = torch.arange(beams, device=sources.device)
         self._select_rows((sources.unsqueeze(1) * beams + steps).flatten())
         self._select_sources(sources)
@@ -276,9 +288,7 @@ class Cache:
         self.ends = tuple(min(old, new) for old, new in zip(self.ends, ends, strict=True))
 
     def snapshot(self) -> Cache:
-        """An independent copy of everything remembered (the source itself is shared: nobody writes
-        to it).
-        """
+        """An independent copy of everything remembered; the source, never written to, is shared."""
         parts = (*self.kinds, *self.states, *self.cross)
         tensors = [x for part in parts for x in vars(part).values() if isinstance(x, Tensor)]
         # Without their history: deepcopy refuses a tensor that an operation made under autograd.
@@ -291,6 +301,17 @@ class Cache:
 
     def _beams(self) -> int:
         return 1 if self.memory is None else self.rows // self.memory.rows
+
+    def _check_rows(self, rows: Int[Tensor, " n"], beams: int) -> None:
+        _check_inside(rows, self.rows, "row")
+        if beams == 1:
+            return
+        home = torch.arange(self.rows) // beams
+        require(
+            len(rows) == self.rows and torch.equal(rows // beams, home),
+            f"Each source has {beams} beams here, whose rows may change places only among "
+            f"themselves: rows {rows.tolist()} leave their source. To drop sources use keep.",
+        )
 
     def _select_rows(self, rows: Int[Tensor, " n"]) -> None:
         for slots in self.kinds:
@@ -310,3 +331,11 @@ class Cache:
             state.select(sources)
         if self.memory is not None:
             self.memory = self.memory.select(sources)
+
+
+def _check_inside(rows: Int[Tensor, " n"], count: int, what: str) -> None:
+    """Refuse rows that are not there, before anything is moved."""
+    require(
+        not len(rows) or (int(rows.min()) >= 0 and int(rows.max()) < count),
+        f"There are {count} {what}s in this cache (0 to {count - 1}), not {rows.tolist()}.",
+    )

@@ -32,8 +32,9 @@ Plain = Literal["all", "causal"] | None
 
 
 class Mask(Spec):
-    """Base of the formulas. A subclass gives `rule`, and `plain` and `reach` where it can know
-    them.
+    """Base of the formulas.
+
+    A subclass gives `rule`, and `plain` and `reach` where it can know them.
     """
 
     def rule(self, q: Positions, k: Positions) -> Bool[Tensor, "b q k"]:
@@ -41,8 +42,10 @@ class Mask(Spec):
         raise ClearheadError(f"{type(self).__name__} gives no rule(q, k): every mask must.")
 
     def plain(self, q: Positions, k: Positions) -> Plain:
-        """ "all": no pair is forbidden; "causal": lower triangle of equal spans; None: it takes a
-        tensor.
+        """What is known without a tensor.
+
+        "all": no pair is forbidden; "causal": lower triangle of equal spans; None: it takes
+        a tensor.
         """
         return None
 
@@ -146,8 +149,9 @@ class Segments(Mask, kind="segments"):
 
 @dataclass(frozen=True)
 class Prefix(Mask, kind="prefix"):
-    """Keys inside the first `positions.prefix` positions are seen by all; combine with `Causal()
-    |`.
+    """Keys inside the first `positions.prefix` positions are seen by all.
+
+    Combine it with `Causal() |`.
     """
 
     def rule(self, q: Positions, k: Positions) -> Bool[Tensor, "b q k"]:

@@ -56,8 +56,9 @@ class Positions:
         width: int | None = None,
         device: torch.device | str | None = None,
     ) -> Positions:
-        """Rows of different lengths, the empty slots on one side; each row counts from its own
-        start.
+        """Rows of different lengths, the empty slots on one side.
+
+        Each row counts from its own start.
         """
         lengths = list(lengths)
         starts = [start] * len(lengths) if isinstance(start, int) else list(start)
@@ -111,8 +112,9 @@ class Positions:
 
     @staticmethod
     def packed(lengths: Sequence[int], device: torch.device | str | None = None) -> Positions:
-        """Documents one behind the other in a single row, each counting from 0; use with
-        `Segments`.
+        """Documents one behind the other in a single row, each counting from 0.
+
+        Use it with `Segments`.
         """
         require(
             len(lengths) > 0 and min(lengths) > 0, f"documents need at least one slot: {lengths}."

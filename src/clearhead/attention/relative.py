@@ -34,8 +34,9 @@ class Shaw(nn.Module):
 
 
 class TransformerXL(nn.Module):
-    """Sinusoids of the distance, projected, and two learned vectors in the place of the query's own
-    position.
+    """Sinusoids of the distance, projected, and two learned vectors.
+
+    These stand in the place of the query's own position.
 
     score = scale * ((q + u) . k + (q + v) . W_R sinusoid(distance)); the kernel adds q . k itself.
     Dai et al. 2019, section 3.3.

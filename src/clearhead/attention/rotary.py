@@ -1,5 +1,4 @@
-"""Rotary positions (RoPE): turn each pair of a query's and a key's numbers by an angle that grows
-with position.
+"""Rotary positions (RoPE): pairs of numbers in q and k are turned by the position's angle.
 
 angle(p, i) = p / theta^(2i/d), and <rotate(q, m), rotate(k, n)> depends on m - n alone. Su et al.
 2021, section 3. Scalings stretch the angles so that a model reads further than it was trained:
@@ -65,8 +64,9 @@ class NTKScaling(RopeScaling, kind="ntk"):
 
 @dataclass(frozen=True)
 class YarnScaling(RopeScaling, kind="yarn"):
-    """Fast angles kept, slow ones divided, a ramp between them; scores sharpened a little to make
-    up for it.
+    """Fast angles kept, slow ones divided, a ramp between them.
+
+    Scores are sharpened a little to make up for it.
     """
 
     factor: float
@@ -224,8 +224,9 @@ class Rotary2D(nn.Module):
         self.line.reset()
 
     def tables(self, at: Positions, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, [b, 1, t, d]: rows, then columns. Slots before the grid are not
-        turned.
+        """Cosines and sines, [b, 1, t, d]: rows, then columns.
+
+        Slots before the grid are not turned.
         """
         cell = (at.pos - self.first).clamp(min=0)
         rows, columns = cell // self.columns, cell % self.columns

@@ -35,8 +35,9 @@ def scores(q: Heads, k: Keys, scale: float) -> Pattern:
 
 
 def softmax(scores: Pattern, view: View, bias: Pattern | None = None) -> Pattern:
-    """Rows that sum to 1 over what may be attended to; a row with nothing to attend to is all
-    zeros.
+    """Rows that sum to 1 over what may be attended to.
+
+    A row with nothing to attend to is all zeros.
     """
     allowed = view.booleans()
     for extra in (bias, view.bias):
@@ -104,8 +105,9 @@ class Softmax(Kernel):
 
 
 class TopK(Kernel):
-    """Softmax over the k best scores of every query alone; a soft dictionary that answers with few
-    entries.
+    """Softmax over the k best scores of every query alone.
+
+    A soft dictionary that answers with few entries.
     """
 
     can = Softmax.can

@@ -43,9 +43,11 @@ class Geometry(Spec, kind="geometry"):
             steps = range(min(self.n_heads, 1000))  # enough to look, however large the numbers
             near = (n for i in steps for n in (self.n_heads - i, self.n_heads + i))
             best = next((n for n in near if self.d_model % n == 0), 1)
+            wide = -(-self.d_model // self.n_heads) * self.n_heads
+            # No word of head_dim: not every family has it.
             raise ClearheadError(
                 f"d_model = {self.d_model} does not divide by n_heads = {self.n_heads}: for "
-                f"example n_heads = {best}, or give head_dim."
+                f"example n_heads = {best}, or d_model = {wide}."
             )
 
     @property
@@ -69,9 +71,7 @@ class Biases(Spec, kind="biases"):
 
 
 class AttentionPosition(Spec):
-    """A position that enters inside attention: by rotation, by a bias on the scores, or relative to
-    the content.
-    """
+    """A position that enters inside attention: by rotation, a bias, or relative to the content."""
 
     rotates: ClassVar[bool] = False  # otherwise it needs a kernel that takes a bias on the scores
 

@@ -1,5 +1,4 @@
-"""A view: all that attention needs to know about one call, computed once and used by every layer of
-a kind.
+"""A view: all that the layers of a kind need to know about one call, computed once.
 
 Reading positions in every layer costs a fifth of a decoding step; made once a call it costs little,
 and from facts nothing. A view is made eagerly, before the first block: a lazy one inside a
@@ -49,8 +48,9 @@ class View:
 
     @staticmethod
     def across(k: Positions) -> View:
-        """The view of a source from another sequence: everything in it, whoever asks, however many
-        ask.
+        """The view of a source from another sequence.
+
+        Everything in it is seen, whoever asks, however many ask.
         """
         allowed = k.filled().unsqueeze(1) if k.holes else None  # [b, 1, k]
         return View(k, k, All(), None if k.holes else "all", allowed)
@@ -60,8 +60,9 @@ class View:
         return self.q.distance(self.k) if self.distance is None else self.distance
 
     def booleans(self) -> Bool[Tensor, "b q k"] | None:
-        """The mask as a tensor even where the fused kernel needs none; None if nothing is
-        forbidden.
+        """The mask as a tensor even where the fused kernel needs none.
+
+        None if nothing is forbidden.
         """
         if self.plain == "causal":
             return self.mask.allowed(self.q, self.k)
@@ -71,8 +72,9 @@ class View:
 def merge(
     allowed: Bool[Tensor, "#b #q k"] | None, bias: Float[Tensor, "#b h q k"] | None
 ) -> Float[Tensor, "_ h q k"] | None:
-    """The bias with -inf where attention is forbidden. The only place in this library that makes
-    -inf.
+    """The bias with -inf where attention is forbidden.
+
+    The only place in this library that makes -inf.
     """
     if bias is None or allowed is None:
         return bias

@@ -23,6 +23,8 @@ class Args:
         arg(metavar="{f32,f16,q8_0}", help_behavior_hint="(default: f16)"),
     ] = None
     """How a GGUF file stores its matrices."""
+    overwrite: bool = False
+    """Replace what OUT holds already."""
 
 
 def run(args: Args) -> None:
@@ -30,13 +32,38 @@ def run(args: Args) -> None:
     from rich.console import Console
 
     from clearhead.api import export, load
+    from clearhead.weights.folder import refuse_full
+    from clearhead.weights.hf import lacks_pooler
 
+    refuse_full(args.out, args.overwrite)
     model = load(args.model)
     with Console(stderr=True).status(f"writing {args.out}"):
-        export(model, args.out, to=args.to, dtype=args.dtype)
-    opens = {
-        "hf": f"transformers.AutoModel.from_pretrained({args.out!r})",
-        "onnx": "onnxruntime.InferenceSession(...)",
-        "gguf": f"llama-cli -m {args.out}",
-    }
-    print(f"{model} written to {args.out}. Open it with: {opens[args.to]}")
+        export(model, args.out, to=args.to, dtype=args.dtype, overwrite=args.overwrite)
+    opens = {"hf": _transformers, "onnx": _onnxruntime, "gguf": "llama-cli -m {}".format}
+    print(f"{model} written to {args.out}. Open it with: {opens[args.to](args.out)}")
+    if args.to == "hf" and lacks_pooler(model.config):
+        print(
+            "transformers has a pooler behind this body, which the model has not, and draws one: "
+            "use last_hidden_state, not pooler_output."
+        )
+
+
+def _transformers(out: str) -> str:
+    import json
+    from pathlib import Path
+
+    from clearhead.models.hf import auto_class
+
+    said = json.loads((Path(out) / "config.json").read_text(encoding="utf-8"))
+    return f"transformers.{auto_class(said['architectures'][0])}.from_pretrained({out!r})"
+
+
+def _onnxruntime(out: str) -> str:
+    """A call for each graph, in the order in which they are used."""
+    from pathlib import Path
+
+    from clearhead.weights.onnx import FILES
+
+    paths = [Path(out) / f"{name}.onnx" for name in FILES]
+    calls = [f"onnxruntime.InferenceSession({str(path)!r})" for path in paths if path.exists()]
+    return ", ".join(calls)

@@ -22,30 +22,44 @@ class Args:
     out: Annotated[Positional[str], arg(metavar="[OUT]", help_behavior_hint="")] = ""
     """The folder to save it to; without it nothing is written."""
     check: bool = False
-    """Compare the logits with those of transformers, if it is installed (Hugging Face folders)."""
+    """Compare the outputs with those of transformers, if it is installed (Hugging Face folders)."""
+    overwrite: bool = False
+    """Replace the model that OUT holds already."""
     json: bool = False
     """Print the report as JSON."""
 
 
 def run(args: Args) -> None:
-    """Load, save, then print what happened."""
+    """Load, save, then print what happened. What cannot be compared is said last: by then the model
+    is saved.
+    """
     from clearhead.api import load
+    from clearhead.errors import ClearheadError
+    from clearhead.weights.folder import refuse_full
 
+    if args.out:
+        refuse_full(args.out, args.overwrite)
     model, report = load(args.model, report=True)
-    difference = None
+    if args.out:
+        model.save(args.out)
+    difference, fault = None, None
     if args.check:
         from clearhead.weights.check import difference_to_transformers
 
-        difference = difference_to_transformers(model.net, model.config, args.model)
-    if args.out:
-        model.save(args.out)
+        try:
+            difference = difference_to_transformers(model.net, model.config, args.model)
+        except ClearheadError as error:
+            fault = error
     said = {
         "model": repr(model),
         "saved": args.out or None,
         "became": {key: list(ours) for key, ours in report.became.items()},
         "dropped": report.dropped,
         "tied": report.tied,
-        "max_difference": difference,
+        "drawn": list(report.drawn),
+        "notes": list(report.notes),
+        "compared": difference and difference.of,
+        "max_difference": difference and difference.largest,
     }
     if args.json:
         import json
@@ -53,6 +67,8 @@ def run(args: Args) -> None:
         print(json.dumps(said, indent=1))
     else:
         _print(said, report)
+    if fault is not None:
+        raise fault
 
 
 def _print(said: dict[str, Any], report: Any) -> None:
@@ -73,10 +89,15 @@ def _print(said: dict[str, Any], report: Any) -> None:
         table.add_row(str(count), Text(theirs), Text(f"dropped: {why}"), style="yellow")
     for alias, original in report.tied.items():
         table.add_row("", "", f"{alias} is {original} (tied)", style="dim")
+    for name in report.drawn:
+        table.add_row("", "", f"{name} is drawn anew", style="yellow")
     console.print(table)
-    if said["max_difference"] is not None:
+    for note in report.notes:
+        console.print(note)
+    if said["compared"]:
         console.print(
-            f"largest difference of logits from transformers: {said['max_difference']:.2e}"
+            f"largest difference of {said['compared']} from transformers: "
+            f"{said['max_difference']:.2e}"
         )
     if said["saved"]:
         console.print(f"saved to {said['saved']}; load it with ch.load({said['saved']!r})")
@@ -86,7 +107,7 @@ def folded(pairs: dict[str, tuple[str, ...]]) -> Counter[tuple[str, str]]:
     """The rows with layer numbers as * and weight and bias as one, each counted."""
 
     def short(name: str) -> str:
-        return re.sub(r"\.(weight|bias)$", "", re.sub(r"\.\d+\.", ".*.", name))
+        return re.sub(r"\.(weight|bias)$", "", re.sub(r"\.\d+(?=\.|$)", ".*", name))
 
     return Counter(
         (short(theirs), ", ".join(short(name) for name in ours)) for theirs, ours in pairs.items()

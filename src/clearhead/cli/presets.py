@@ -89,7 +89,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     gap = 2 if console.width >= 100 else 1
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="underline")
     table.add_column("model", no_wrap=True)
-    for heading in ("layers", "width", "heads", "stated", "counted", ""):
+    for heading in ("layers", "width", "heads", "stated", "counted", "off"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("source", style="dim")
     family = ""
@@ -117,6 +117,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
         )
     console.print(table)
     console.print("\nstated, counted: parameters in the source, and as built here", style="dim")
+    console.print("off: by how much the counted differ from the stated", style="dim")
     if any(row["kv_heads"] != row["heads"] for row in rows):
         console.print("heads 32/8: 32 query heads on 8 key/value heads", style="dim")
     console.print("clearhead show MODEL: layers, FLOPs and memory of one", style="dim")

@@ -177,8 +177,7 @@ def _what(node: Node) -> Text:
 
     if node.weights:
         return Text(", ".join(_shape(weight) for weight in node.weights))
-    note = f"  {node.note}" if node.note else ""
-    return Text(node.kind, style="cyan").append(note, style="dim")
+    return Text(node.note, style="dim") if node.note else Text(node.kind, style="cyan")
 
 
 def _shape(weight: Weight) -> str:
@@ -206,7 +205,7 @@ def _print_cost(console: Console, cost: Cost) -> None:
     console.print(f"\nbatch {cost.batch}, length {cost.length}{source}", style="bold")
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column("component", no_wrap=True)
-    for heading in ("parameters", "forward\nFLOP", "training\nFLOP", "", "activations"):
+    for heading in ("parameters", "forward\nFLOP", "training\nFLOP", "share", "activations"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name, share in cost.by_component().items():
         table.add_row(*_cost_row(name, share, cost))

@@ -94,7 +94,8 @@ def _print_walk(console: Console, walk: Walk) -> None:
     for number, step in enumerate(walk.steps, 1):
         console.print()
         heading = Text(f"{number}. {step.name}", style="bold cyan")
-        formula = f" = {step.formula}" if step.formula != "given" else " (given)"
+        told = not step.formula.startswith(("given", "made up"))
+        formula = f" = {step.formula}" if told else f" ({step.formula})"
         console.print(heading.append(formula, style="cyan"))
         console.print(step.meaning, style="dim")
         if len(step.columns) > TABLE_COLUMNS:

@@ -1,5 +1,6 @@
-"""Choosing the next token from logits: pure functions, applied in the order temperature, top-k,
-top-p.
+"""Choosing the next token from logits, by pure functions.
+
+They are applied in the order temperature, top-k, top-p.
 
     p = softmax(logits / temperature), of the k best, of the smallest set whose sum reaches top_p
 

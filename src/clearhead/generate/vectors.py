@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from clearhead.attention.positions import Positions
 from clearhead.errors import require
+from clearhead.generate.batch import pad_rows
 
 
 @torch.inference_mode()
@@ -27,15 +27,19 @@ def run_encoder(
     outputs: list[Tensor] = [torch.empty(0)] * len(rows)
     for start in range(0, len(order), batch):
         chosen = order[start : start + batch]
-        lengths = [len(rows[i]) for i in chosen]
-        at = Positions.ragged(lengths, device=device)
-        ids = _padded([rows[i] for i in chosen], device)
-        kinds = None if types is None else _padded([types[i] for i in chosen], device)
+        ids, at = pad_rows([rows[i] for i in chosen], device)
+        kinds = None if types is None else pad_rows([types[i] for i in chosen], device)[0]
         with net.at_rest():
-            found = net(ids, at, kinds)
+            found = net(ids, at) if kinds is None else net(ids, at, kinds)
         for i, out in zip(chosen, found, strict=True):
             outputs[i] = out
     return outputs
+
+
+def segments(net: Any, types: Sequence[Sequence[int]]) -> Sequence[Sequence[int]] | None:
+    """These segments, if the network tells segments apart."""
+    table = getattr(net.embed, "types", None)
+    return types if table is not None and table.num_embeddings > 1 else None
 
 
 def embed_texts(
@@ -50,8 +54,3 @@ def embed_texts(
 def cut(ids: list[int], max_len: int) -> list[int]:
     """At most `max_len` ids, of which the last (a separator) stays."""
     return ids if len(ids) <= max_len else [*ids[: max_len - 1], ids[-1]]
-
-
-def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    width = max(len(row) for row in rows)
-    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)

@@ -99,8 +99,9 @@ class Look:
 
 
 class Block(nn.Module):
-    """Self-attention, cross-attention where there is a source, feed-forward, each in its residual,
-    in sequence.
+    """Self-attention, cross-attention where there is a source, feed-forward, in sequence.
+
+    Each stands in its residual.
     """
 
     def __init__(

@@ -62,7 +62,9 @@ class Embedding(nn.Module):
         if self.types is None:
             require(types is None, "This model has no segments, so it takes no types.")
         else:
-            x = x + (self.types.weight[0] if types is None else self.types(types))
+            x = x + (
+                self.types.weight[0] if types is None else look_up(self.types, types, "Segment")
+            )
         if self.norm is not None:
             x = self.norm(x)
         return self.out(self.dropout(x))
@@ -82,6 +84,15 @@ class Embedding(nn.Module):
         )
         return at
 
+    def check_room(self, max_len: int) -> None:
+        """Refuse a cache that is longer than the table of positions, before it is filled."""
+        limit = getattr(self.position, "max_len", None)
+        require(
+            limit is None or max_len <= limit,
+            f"A cache for {max_len} positions is longer than this model's table of {limit}: make "
+            f"it with max_len={limit} or less.",
+        )
+
     @staticmethod
     def check(ids: Tensor) -> None:
         """Refuse what are no ids by their rank and type, which takes no look at the numbers."""
@@ -95,21 +106,37 @@ class Embedding(nn.Module):
 
     def _look_up(self, ids: Tensor) -> Float[Tensor, "b t w"]:
         self.check(ids)
-        x = self.tokens(ids)
+        x = look_up(self.tokens, ids)
         return x if self.scale == 1.0 else x * self.scale
 
 
 def check_ids(ids: Tensor, vocab_size: int, what: str = "Token") -> None:
-    """Refuse ids outside the vocabulary. It reads the tensor, so it stands at the surface and not
-    in a forward.
+    """Refuse ids outside the vocabulary.
+
+    It reads the tensor, so it stands at the surface and not in a forward.
     """
     if ids.numel() and ids.dtype in (torch.int64, torch.int32):
         low, high = int(ids.min()), int(ids.max())
-        require(
-            low >= 0 and high < vocab_size,
-            f"{what} id {low if low < 0 else high} is outside the vocabulary of {vocab_size} (0 to "
-            f"{vocab_size - 1}): was the text encoded with this model's tokenizer?",
-        )
+        require(low >= 0 and high < vocab_size, _outside(low, high, vocab_size, what))
+
+
+def look_up(table: nn.Embedding, ids: Tensor, what: str = "Token") -> Float[Tensor, "b t w"]:
+    """The rows of a table.
+
+    Ids are not checked first, which would read them in every step; torch's error is made readable.
+    """
+    try:
+        return table(ids)
+    except IndexError as error:  # on a CPU; a GPU stops by itself, without a word about the id
+        message = _outside(int(ids.min()), int(ids.max()), table.num_embeddings, what)
+        raise ClearheadError(message) from error
+
+
+def _outside(low: int, high: int, size: int, what: str) -> str:
+    return (
+        f"{what} id {low if low < 0 else high} is outside the vocabulary of {size} (0 to "
+        f"{size - 1}): was the text encoded with this model's tokenizer?"
+    )
 
 
 @dataclass(frozen=True)

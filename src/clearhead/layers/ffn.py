@@ -62,8 +62,9 @@ class FFN(nn.Module):
         return self.out_proj(self.hidden(self.activation(self.in_proj(x))))
 
     def as_convolutions(self) -> nn.Sequential:
-        """The same function on [b, m, t] as two 1x1 convolutions with these weights: the proof of
-        the equality.
+        """The same function on [b, m, t] as two 1x1 convolutions with these weights.
+
+        It is the proof of the equality.
         """
         layers = []
         for linear in (self.in_proj, self.out_proj):

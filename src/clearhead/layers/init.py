@@ -78,8 +78,9 @@ def _linear(
 
 
 def _writers(net: nn.Module) -> dict[nn.Module, int]:
-    """The projections that write into a residual stream, each with how many of them write into the
-    same.
+    """The projections that write into a residual stream.
+
+    Each with how many of them write into the same.
     """
     found: dict[nn.Module, int] = {}
     for stack in net.modules():

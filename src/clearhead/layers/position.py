@@ -1,5 +1,6 @@
-"""Positions that are added to the embeddings (or put beside them): sinusoidal and learned, in one
-or two dimensions.
+"""Positions that enter with the embeddings: sinusoidal, learned, and both in 2-D.
+
+They are added, or put beside the tokens' numbers.
 
 PE(p, 2i) = sin(p / base^(2i/m)), PE(p, 2i+1) = cos(the same). Vaswani et al. 2017, section 3.5.
 Bounded, unique, and PE(p + k) is a rotation of PE(p). In two dimensions rows take half the width
@@ -27,8 +28,9 @@ Layout = Literal["interleaved", "halves"]
 def sinusoid(
     pos: Int[Tensor, "*shape"], width: int, base: float = 10000.0, layout: Layout = "interleaved"
 ) -> Float[Tensor, "*shape width"]:
-    """The table's rows for any positions; "halves" puts all sines before all cosines (Marian,
-    Whisper).
+    """The table's rows for any positions.
+
+    "halves" puts all sines before all cosines (Marian, Whisper).
     """
     angles = pos.float().unsqueeze(-1) / base ** (
         torch.arange(0, width, 2, device=pos.device).float() / width
@@ -90,8 +92,9 @@ class Sinusoidal2D(nn.Module):
 
 
 class Learned2D(nn.Module):
-    """A learned vector for each row and each column, half the width each; `resize` fits another
-    grid.
+    """A learned vector for each row and each column, half the width each.
+
+    `resize` fits another grid.
     """
 
     def __init__(self, width: int, rows: int, columns: int, first: int = 0) -> None:
@@ -99,14 +102,15 @@ class Learned2D(nn.Module):
         require(rows >= 1 and columns >= 1, f"A grid of {rows} x {columns} has no cells.")
         require(width % 2 == 0, f"2-D learned positions need an even width, not {width}.")
         self.columns, self.first = columns, first
+        self.max_len = first + rows * columns
         self.row_table = nn.Embedding(rows, width // 2)
         self.column_table = nn.Embedding(columns, width - width // 2)
 
     def forward(self, at: Positions) -> Float[Tensor, "b t w"]:
-        cells = self.row_table.num_embeddings * self.columns
         require(
-            at.hi - self.first < cells,
-            f"Position {at.hi} is outside the grid of {cells} cells: resize(rows, columns) first.",
+            at.hi < self.max_len,
+            f"Position {at.hi} is outside the grid of {self.max_len - self.first} cells: "
+            "resize(rows, columns) first.",
         )
         cell = (at.pos - self.first).clamp(min=0)
         both = (self.row_table(cell // self.columns), self.column_table(cell % self.columns))
@@ -114,12 +118,13 @@ class Learned2D(nn.Module):
 
     @torch.no_grad()
     def resize(self, rows: int, columns: int) -> None:
-        """Interpolate the tables to another grid; cell centres keep their place, so a model reads
-        larger images.
+        """Interpolate the tables to another grid, so that a model reads larger images.
+
+        Cell centres keep their place.
         """
         self.row_table = _resized(self.row_table, rows)
         self.column_table = _resized(self.column_table, columns)
-        self.columns = columns
+        self.columns, self.max_len = columns, self.first + rows * columns
 
 
 def _resized(table: nn.Embedding, size: int) -> nn.Embedding:

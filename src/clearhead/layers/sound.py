@@ -1,5 +1,6 @@
-"""Sound as tokens: log-mel frames through two convolutions, the second of which halves their
-number.
+"""Sound as tokens: log-mel frames through two convolutions.
+
+The second halves their number.
 
 x = dropout(gelu(conv(gelu(conv(mel)))) + position). Radford et al. 2022 (Whisper), section 2.2.
 """

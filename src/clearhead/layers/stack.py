@@ -133,9 +133,12 @@ class Stack(nn.Module):
     def new_cache(
         self, rows: int, max_len: int, memory: Memory | None = None, slack: int = 0, **place: Any
     ) -> Cache:
-        """An empty cache for so many rows; layers with a window get a ring of it and `slack`
-        positions to go back.
+        """An empty cache for so many rows.
+
+        Layers with a window get a ring of it and `slack` positions to go back.
         """
+        require(rows >= 1, f"A cache is for 1 row or more, not {rows}.")
+        require(max_len >= 1, f"A cache is for 1 position or more: max_len is {max_len}.")
         require(slack >= 0, f"slack is {slack}: how many positions a ring can go back, 0 or more.")
         kinds = []
         for kind in self.kinds:

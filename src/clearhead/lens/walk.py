@@ -48,8 +48,11 @@ MEANING = {
     "sums": "What each row is divided by.",
     "pattern": "The attention weights. The numbers of a row add up to 1: they are the shares in "
     "which that query takes from the words (columns).",
-    "out": "What the head writes: the values, mixed in the shares of the pattern.",
+    "out": "What the head writes: the values, mixed in the shares of the pattern. A model has "
+    "several heads, each with projections of its own; their outputs stand side by side, and one "
+    "more matrix, the output projection W_O, mixes them.",
 }
+MADE_UP = "Turns x into queries. A model learns these numbers; here they are made up from the seed."
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +158,7 @@ def walk_sentence(
         Step("embedding", "one row a word", rows, columns, embedding),
         Step("position", f"sin and cos of pos / 10000^(2i/{width})", rows, columns, position),
         Step("x", "embedding + position", rows, columns, x),
-        *projections(rows, x, w_q, w_k, w_v),
+        *projections(rows, x, w_q, w_k, w_v, made_up=True),
     ]
     steps = attend(inputs, rows, rows, causal=causal, temperature=temperature)
     return Walk(f'Self-attention in "{sentence}"', steps)
@@ -238,13 +241,24 @@ def _softmax(scores: Step) -> tuple[Step, Step, Step, Step]:
 
 
 def projections(
-    rows: tuple[str, ...], x: np.ndarray, w_q: np.ndarray, w_k: np.ndarray, w_v: np.ndarray
+    rows: tuple[str, ...],
+    x: np.ndarray,
+    w_q: np.ndarray,
+    w_k: np.ndarray,
+    w_v: np.ndarray,
+    *,
+    made_up: bool = False,
 ) -> list[Step]:
-    """The three weight matrices, and x seen through each of them."""
+    """The three weight matrices, given or made up from a seed, and x seen through each of them."""
     columns = dimensions(w_q.shape[1])
+    formula = "made up from the seed" if made_up else "given"
     weights = [
-        Step(name, "given", dimensions(len(w)), columns, w)
-        for name, w in (("W_Q", w_q), ("W_K", w_k), ("W_V", w_v))
+        Step(name, formula, dimensions(len(w)), columns, w, note)
+        for name, w, note in (
+            ("W_Q", w_q, MADE_UP if made_up else ""),
+            ("W_K", w_k, ""),
+            ("W_V", w_v, ""),
+        )
     ]
     products = [
         Step(name, f"x W_{name.upper()}", rows, columns, x @ w)
@@ -257,9 +271,9 @@ def _scaling(d: int, temperature: float) -> tuple[str, str]:
     """The formula and the reason of the scale, with this head's own numbers in them."""
     divisor = f"sqrt({d})" if temperature == 1 else f"(sqrt({d}) × {temperature:g})"
     meaning = (
-        f"A score adds up {d} products, so its variance is {d} times that of one product. Dividing "
-        f"by sqrt({d}) = {math.sqrt(d):.4f} takes that back; without it softmax would soon be "
-        "all or nothing, where it hardly learns."
+        f"A score adds up {d} products. If they are independent, with mean 0, its variance is {d} "
+        f"times that of one product. Dividing by sqrt({d}) = {math.sqrt(d):.4f} takes that back; "
+        "without it softmax would soon be all or nothing, where it hardly learns."
     )
     if temperature != 1:
         meaning += (

@@ -48,8 +48,9 @@ class Share:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes, all numbers in one type. Left out: what a kernel needs for a moment, ids, masks and
-    tables that all layers share.
+    """Bytes, all numbers in one type.
+
+    Left out: what a kernel needs for a moment, ids, masks and tables that all layers share.
     """
 
     weights: int
@@ -206,11 +207,7 @@ def predict(
 
 
 def _limit(module: nn.Module) -> int | None:
-    if isinstance(module, Learned):
-        return module.max_len
-    if isinstance(module, Learned2D):
-        return module.row_table.num_embeddings * module.columns + module.first
-    return None
+    return module.max_len if isinstance(module, Learned | Learned2D) else None
 
 
 def _lengths(net: Net, length: int) -> list[int]:

@@ -35,7 +35,7 @@ class Node:
     kind: str
     """Its class."""
     note: str
-    """What its class does not say: the mask of a kind of layers."""
+    """What its class does not say: the mask that some layers share."""
     times: int
     """How many of them stand in a row."""
     parameters: int
@@ -95,7 +95,10 @@ def _note(module: Any) -> str:
     if mask is None:
         return ""
     window = "" if mask.reach is None else f", window {mask.reach}"
-    return ("mask: causal" if mask.causal else "mask: all") + window
+    what = (
+        "causal mask" if mask.causal else "no mask" if mask.kind == "all" else f"mask {mask.kind}"
+    )
+    return f"layers share: {what}{window}"
 
 
 def _join(path: str, name: str) -> str:

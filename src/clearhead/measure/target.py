@@ -1,5 +1,6 @@
-"""The model that a name or a folder stands for, without its weights: settings, and what the header
-of the weights file says.
+"""The model that a name, a folder or a file stands for, without its weights.
+
+Its settings, and what the header of the weights file says.
 
 A safetensors file starts with 8 bytes, the length of the JSON that follows: name -> dtype, shape,
 and from where to where its bytes are. So sizes and types are known without reading a weight.

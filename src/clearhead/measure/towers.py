@@ -1,5 +1,6 @@
-"""The walk over a whole network: towers of embedding, stack and head, and what each part of them
-costs in one call.
+"""The walk over a whole network: what each part of it costs in one call.
+
+A tower is an embedding, a stack and a head.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -81,6 +82,24 @@ def log_mel(
     power = spectrum[:, :-1].abs().square()
     mel = (mel_filters(n_mels).to(wave) @ power).clamp(min=1e-10).log10()
     return (torch.maximum(mel, mel.max() - 8.0) + 4.0) / 4.0
+
+
+def feature_settings(n_mels: int, frames: int) -> dict[str, Any]:
+    """`log_mel` in the words of transformers' feature extractor: its preprocessor_config.json."""
+    return {
+        "feature_extractor_type": "WhisperFeatureExtractor",
+        "processor_class": "WhisperProcessor",
+        "feature_size": n_mels,
+        "sampling_rate": RATE,
+        "hop_length": HOP,
+        "n_fft": WINDOW,
+        "chunk_length": math.ceil(frames * HOP / RATE),
+        "n_samples": frames * HOP,
+        "nb_max_frames": frames,
+        "padding_side": "right",
+        "padding_value": 0.0,
+        "return_attention_mask": False,
+    }
 
 
 def mel_filters(n_mels: int, rate: int = RATE, window: int = WINDOW) -> Float[Tensor, "mels bins"]:

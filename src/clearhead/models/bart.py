@@ -112,6 +112,9 @@ class Config(FamilyConfig, kind="bart"):
 PREFIX = "model."
 HEADS = {"lm": "BartForConditionalGeneration"}
 MARIAN_HEADS = {"lm": "MarianMTModel"}
+# A body alone has all that the head needs but the bias of its logits.
+OPENED_AS = {"BartModel": "BartForConditionalGeneration", "MarianModel": "MarianMTModel"}
+ZEROS = ("head.proj.bias",)
 
 
 def keys(config: Config) -> Table:

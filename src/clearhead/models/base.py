@@ -63,6 +63,13 @@ class Net(nn.Module):
             if training:
                 self.train()
 
+    def new_cache(self, *_: Any, **__: Any) -> Cache:
+        """Decoders make a cache; others say why they have none."""
+        raise ClearheadError(
+            f"{type(self).__name__} reads its input at once and decodes nothing, so it has no "
+            "cache: a decoder or an encoder-decoder has one."
+        )
+
     def new_place(self, place: dict[str, Any]) -> dict[str, Any]:
         """Device and dtype of the parameters, unless `place` says otherwise."""
         first = next(self.parameters())
@@ -128,9 +135,11 @@ class Decoder(Net):
         return self.decode(ids, at)
 
     def new_cache(self, rows: int, max_len: int, slack: int = 0, **place: Any) -> Cache:
-        """An empty cache for so many rows of at most `max_len` tokens; `slack`: see
-        `Stack.new_cache`.
+        """An empty cache for so many rows of at most `max_len` tokens.
+
+        `slack`: see `Stack.new_cache`.
         """
+        self.embed.check_room(max_len)
         return self.stack.new_cache(rows, max_len, slack=slack, **self.new_place(place))
 
 
@@ -188,8 +197,12 @@ class EncoderDecoder(Net):
     def new_cache(
         self, memory: Memory, max_len: int, beams: int = 1, slack: int = 0, **place: Any
     ) -> Cache:
-        """An empty cache for these sources, each with so many beams; the sources' keys are shared
-        by the beams.
-        """
+        """An empty cache for these sources, each with so many beams, which share its keys."""
+        require(
+            isinstance(memory, Memory),
+            "The cache of an encoder-decoder is made for its sources: "
+            "new_cache(net.encode(source), max_len).",
+        )
+        self.decoder.embed.check_room(max_len)
         place = self.new_place(place)
         return self.decoder.stack.new_cache(memory.rows * beams, max_len, memory, slack, **place)

@@ -114,6 +114,7 @@ HEADS = {
     "tagging": "BertForTokenClassification",
     "span": "BertForQuestionAnswering",
 }
+OPENED_AS = {"BertForPreTraining": "BertForMaskedLM"}
 UNUSED = Dropped("of a head that this model does not have")
 
 
@@ -177,8 +178,6 @@ def keys(config: Config) -> Table:
 
 def from_hf(hf: Mapping[str, Any], names: Collection[str]) -> Config:
     """Their config in our words; `names` are the keys of the file."""
-    if hf_value(hf, "architectures") == ["BertForPreTraining"]:
-        hf = {**hf, "architectures": ["BertForMaskedLM"]}
     return Config(**body_from_hf(hf, HEADS))
 
 

@@ -47,6 +47,21 @@ EPSILONS = frozenset({"layer_norm_epsilon", "layer_norm_eps", "rms_norm_eps"})
 PARTS = ("text_config", "vision_config", "rope_parameters", "rope_scaling")
 LARGEST = 1 << 24  # beyond all published models, and two of them can still be multiplied
 
+# Their words for rates of dropout; here a model has one.
+RATES = (
+    "dropout dropout_rate hidden_dropout hidden_dropout_prob resid_pdrop embd_pdrop "  # noqa: SIM905
+    "attention_dropout attention_probs_dropout_prob attn_pdrop activation_dropout "
+    "classifier_dropout classif_dropout seq_classif_dropout qa_dropout".split()
+)
+
+# How an architecture's name ends -> their class that opens it; other heads are AutoModelFor...
+AUTO = {
+    "WhisperForConditionalGeneration": "AutoModelForSpeechSeq2Seq",
+    "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
+    "MTModel": "AutoModelForSeq2SeqLM",
+    "LMHeadModel": "AutoModelForCausalLM",
+}
+
 Heads = Mapping[str, str]
 OUR_LAYOUT = "Save it in our own layout with model.save(folder)."
 
@@ -85,6 +100,24 @@ def hf_sizes(config: Mapping[str, Any]) -> None:
     for part in PARTS:
         if isinstance(config.get(part), Mapping):
             hf_sizes(config[part])
+
+
+def hf_rates(config: Mapping[str, Any]) -> dict[str, float]:
+    """The rates of dropout that a config says, those of its parts as well."""
+    found = {name: config[name] for name in RATES if isinstance(config.get(name), (int, float))}
+    for part in PARTS:
+        if isinstance(config.get(part), Mapping):
+            found |= {f"{part}.{name}": rate for name, rate in hf_rates(config[part]).items()}
+    return found
+
+
+def auto_class(architecture: str) -> str:
+    """The class of transformers that opens an architecture by the folder alone."""
+    for end, auto in AUTO.items():
+        if architecture.endswith(end):
+            return auto
+    _, found, head = architecture.partition("For")
+    return "AutoModel" + found + head
 
 
 def hf_activation(name: str) -> Any:

@@ -60,6 +60,10 @@ class Variant(Spec, kind="variant"):
     """Every token sees this many positions back, itself included; None: all."""
     qkv_bias: bool = False
     """Bias vectors on queries, keys and values (Qwen2)."""
+    out_bias: bool = False
+    """A bias vector on the output of attention too (Llama with attention_bias)."""
+    ffn_bias: bool = False
+    """Bias vectors in the feed-forward (Llama with mlp_bias)."""
     qk_norm: bool = False
     """A norm on each head's queries and keys (Qwen3)."""
     eps: float = 1e-5
@@ -114,11 +118,11 @@ class Config(FamilyConfig, kind="llama"):
             Geometry(self.d_model, self.n_heads, self.n_kv_heads, v.head_dim),
             mask=mask,
             position=inside,
-            biases=Biases(v.qkv_bias, v.qkv_bias, v.qkv_bias, out=False),
+            biases=Biases(v.qkv_bias, v.qkv_bias, v.qkv_bias, out=v.out_bias),
             qk_norm=v.eps if v.qk_norm else None,
             dropout=self.dropout,
         )
-        ffn = GatedFFNConfig(self.d_ff or _default_ff(self.d_model), v.activation)
+        ffn = GatedFFNConfig(self.d_ff or _default_ff(self.d_model), v.activation, v.ffn_bias)
         return StackConfig(
             self.n_layers, (attention,), ffn, RMSNormConfig(v.eps), dropout=self.dropout
         )
@@ -158,11 +162,11 @@ BLOCK = "stack.blocks.{i}."
 def keys(config: Config) -> Table:
     """Their names for our parameters."""
     table: dict[str, Any] = {"model.embed_tokens.weight": "embed.tokens.weight"}
+    layer = "model.layers.{i}."
     for theirs, ours in {"q": "q", "k": "k", "v": "v", "o": "out"}.items():
-        for kind in ("weight", "bias"):
-            table["model.layers.{i}.self_attn." + f"{theirs}_proj.{kind}"] = (
-                BLOCK + f"self_attn.{ours}_proj.{kind}"
-            )
+        table |= linear_keys(layer + f"self_attn.{theirs}_proj", BLOCK + f"self_attn.{ours}_proj")
+    for theirs, ours in {"gate": "gate", "up": "in", "down": "out"}.items():
+        table |= linear_keys(layer + f"mlp.{theirs}_proj", BLOCK + f"ffn.{ours}_proj")
     return (
         table
         | {
@@ -173,9 +177,6 @@ def keys(config: Config) -> Table:
             ),
             "model.layers.{i}.input_layernorm.weight": BLOCK + "self_residual.norm.weight",
             "model.layers.{i}.post_attention_layernorm.weight": BLOCK + "ffn_residual.norm.weight",
-            "model.layers.{i}.mlp.gate_proj.weight": BLOCK + "ffn.gate_proj.weight",
-            "model.layers.{i}.mlp.up_proj.weight": BLOCK + "ffn.in_proj.weight",
-            "model.layers.{i}.mlp.down_proj.weight": BLOCK + "ffn.out_proj.weight",
             "model.norm.weight": "stack.norm.weight",
         }
         | head_keys(config.head, HEAD_KEYS)
@@ -185,6 +186,7 @@ def keys(config: Config) -> Table:
 def from_hf(hf: Mapping[str, Any], names: Collection[str]) -> Config:
     """Their config in our words: Llama, Mistral, Qwen2, Qwen3."""
     kind = hf_value(hf, "model_type", default="llama")
+    biased = kind in ("llama", "qwen3") and bool(hf.get("attention_bias"))
     return Config(
         vocab_size=hf["vocab_size"],
         d_model=hf["hidden_size"],
@@ -197,7 +199,9 @@ def from_hf(hf: Mapping[str, Any], names: Collection[str]) -> Config:
         variant=Variant(
             head_dim=_head_dim(hf),
             window=_window(hf),
-            qkv_bias=kind == "qwen2" or bool(hf_value(hf, "attention_bias", default=False)),
+            qkv_bias=kind == "qwen2" or biased,
+            out_bias=biased,
+            ffn_bias=kind == "llama" and bool(hf.get("mlp_bias")),
             qk_norm=kind == "qwen3",
             eps=hf_value(hf, "rms_norm_eps", default=1e-6),
             activation=hf_activation(hf_value(hf, "hidden_act", default="silu")),
@@ -229,15 +233,28 @@ def to_hf(config: Config) -> dict[str, Any]:
         "attention_dropout": config.dropout,
         "rope_parameters": _rope_to_hf(rope),
         "head_dim": v.head_dim or config.d_model // config.n_heads,
-        "attention_bias": False,
+        "attention_bias": v.out_bias,
         "tie_word_embeddings": config.head is not None and config.head.tied,
     }
-    return said | ({"sliding_window": v.window} if kind == "mistral" else {})
+    more: dict[str, dict[str, Any]] = {
+        "mistral": {"sliding_window": v.window},
+        "llama": {"mlp_bias": v.ffn_bias},
+    }
+    return said | more.get(kind, {})
 
 
 def _kin(v: Variant) -> str:
     """Which of their models has just these choices."""
-    asked = {"mistral": v.window is not None, "qwen2": v.qkv_bias, "qwen3": v.qk_norm}
+    require(
+        v.qkv_bias or not v.out_bias,
+        f"No model of transformers has out_bias without qkv_bias. {OUR_LAYOUT}",
+    )
+    asked = {
+        "llama": v.ffn_bias or (v.out_bias and not v.qk_norm),
+        "mistral": v.window is not None,
+        "qwen2": v.qkv_bias and not v.out_bias,
+        "qwen3": v.qk_norm,
+    }
     found = [name for name, wanted in asked.items() if wanted]
     if len(found) > 1:
         raise ClearheadError(

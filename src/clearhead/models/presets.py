@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from clearhead.errors import ClearheadError, did_you_mean
+from clearhead.errors import ClearheadError, nearest
 from clearhead.models.family import FAMILIES, FamilyConfig, family
 
 MILLION, BILLION = 10**6, 10**9
@@ -142,8 +142,7 @@ def resolve(name: str) -> FamilyConfig:
         return PRESETS[name].config()
     if name in FAMILIES:
         return family(name).Config()
-    known = sorted({*PRESETS, *FAMILIES})
-    raise ClearheadError(
-        f'There is no model "{name}".{did_you_mean(name, known)} Families: {", ".join(FAMILIES)}. '
-        f"Presets: {', '.join(PRESETS)}."
-    )
+    near = nearest(name, sorted({*PRESETS, *FAMILIES}), n=5)
+    said = f' Did you mean "{near[0]}"?' if near else ""
+    said += f" Also near: {', '.join(near[1:])}." if len(near) > 1 else ""
+    raise ClearheadError(f'There is no model "{name}".{said} All of them: clearhead presets')

@@ -131,6 +131,7 @@ class Config(FamilyConfig, kind="t5"):
 
 PREFIX = ""
 HEADS = {"t5_lm": "T5ForConditionalGeneration"}
+OPENED_AS = {"T5WithLMHeadModel": "T5ForConditionalGeneration"}  # its first name
 
 
 def keys(config: Config) -> Table:

@@ -36,6 +36,8 @@ from clearhead.models.hf import (
 )
 from clearhead.models.keys import Table, block_keys
 
+ENGLISH_TOKENS = 51864  # of the models that know English alone
+
 
 @dataclass(frozen=True)
 class Config(FamilyConfig, kind="whisper"):
@@ -66,6 +68,11 @@ class Config(FamilyConfig, kind="whisper"):
     """On embeddings, sublayers and attention weights."""
     activation: Activation = "gelu"
     """The bend of the feed-forward."""
+
+    @property
+    def multilingual(self) -> bool:
+        """Whether it knows more than English: such models have at least one token more."""
+        return self.vocab_size > ENGLISH_TOKENS
 
     def to_embed(self) -> EmbedConfig:
         """The decoder's tokens and positions."""
@@ -200,7 +207,7 @@ def from_hf(hf: Mapping[str, Any], names: Collection[str]) -> Config:
 def to_hf(config: Config) -> dict[str, Any]:
     """Our settings as their config."""
     ff, last = config.d_ff or 4 * config.d_model, config.vocab_size - 1
-    end = min(50256 if config.vocab_size < 51865 else 50257, last)  # English alone, or many
+    end = min(50257 if config.multilingual else 50256, last)
     return write_head(LMConfig(), HEADS, "Whisper") | {
         "model_type": "whisper",
         "vocab_size": config.vocab_size,

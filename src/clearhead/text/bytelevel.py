@@ -1,5 +1,6 @@
-"""Byte-level BPE from vocab.json and merges.txt: GPT-2 and its kin (Radford et al. 2019, section
-2.2; Sennrich et al. 2016).
+"""Byte-level BPE from vocab.json and merges.txt: GPT-2 and its kin.
+
+Radford et al. 2019, section 2.2; Sennrich et al. 2016.
 
 The text is bytes, each written as one printable character, and pairs of neighbours are merged in
 the order of merges.txt. The families differ in the tokens around a text and in how they cut it:

@@ -1,5 +1,6 @@
-"""Marian's tokenisers: one sentencepiece model cuts the source language, another the target, and
-vocab.json numbers the pieces of both.
+"""Marian's tokenisers: two sentencepiece models, one list of ids.
+
+One model cuts the source language, another the target, and vocab.json numbers the pieces of both.
 
 So a piece's id is not its place in a model, and a piece that only one of the models has is known to
 the other side too. A text may begin with the language to translate to: >>fr<<.

@@ -1,5 +1,6 @@
-"""The files that stand beside a vocabulary: which tokens are special, how long a text may be, how a
-chat is written.
+"""The files that stand beside a vocabulary.
+
+They say which tokens are special, how long a text may be, and how a chat is written.
 
 tokenizer_config.json       bos_token ... (a text, or a table with its flags), model_max_length,
                             added_tokens_decoder, chat_template, tokenizer_class

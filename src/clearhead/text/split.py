@@ -1,5 +1,7 @@
-"""How text is cut before byte-level BPE: merges never cross these cuts, so a vocabulary works only
-with the cuts it was learnt with. Each way has the name that GGUF files use for it.
+"""How text is cut before byte-level BPE.
+
+Merges never cross these cuts, so a vocabulary works only with the cuts it was learnt with. Each way
+has the name that GGUF files use for it.
 """
 
 from __future__ import annotations

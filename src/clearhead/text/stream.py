@@ -1,5 +1,6 @@
-"""Text from ids as they come: what has been given out never changes, and no character is given out
-in halves.
+"""Text from ids as they come.
+
+What has been given out never changes, and no character is given out in halves.
 
 A token may hold part of a character (three bytes of an emoji's four), so the end of the text so
 far is not always final. What is held back: a last U+FFFD, which more bytes may turn into another

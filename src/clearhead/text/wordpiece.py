@@ -1,5 +1,6 @@
-"""WordPiece from vocab.txt: BERT and its kin (Devlin et al. 2018, section 3; Schuster & Nakajima
-2012).
+"""WordPiece from vocab.txt: BERT and its kin.
+
+Devlin et al. 2018, section 3; Schuster & Nakajima 2012.
 
 A word is cut into the longest pieces that the vocabulary has, from the left; pieces inside a word
 are written ##ing.

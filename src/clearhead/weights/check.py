@@ -4,6 +4,10 @@ same random input.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,34 +15,79 @@ import torch
 
 from clearhead.errors import ClearheadError, require
 from clearhead.models.base import Net
-from clearhead.models.family import FamilyConfig
+from clearhead.models.family import FamilyConfig, family
 from clearhead.models.heads import PoolingConfig
+from clearhead.weights.folder import CONFIG
+from clearhead.weights.hf import MODEL_TYPES, opened_as
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far two models are apart."""
+
+    of: str
+    """What was compared: logits, similarities, vectors or states."""
+    largest: float
+    """The largest difference of two numbers."""
 
 
 @torch.inference_mode()
-def difference_to_transformers(net: Net, config: FamilyConfig, folder: str) -> float:
-    """max |ours - theirs| over the logits (or states) of a random input."""
+def difference_to_transformers(net: Net, config: FamilyConfig, folder: str) -> Difference:
+    """max |ours - theirs| over the outputs for a random input."""
     try:
         import transformers
     except ImportError as error:
         raise ClearheadError(
             "--check compares with transformers, which is not installed: pip install transformers."
         ) from error
+    path = Path(folder).expanduser()
     require(
-        not Path(folder).is_file(),
-        "--check compares with a Hugging Face folder or hub name; this is a single file.",
+        not path.exists() or (path / CONFIG).is_file(),
+        f"--check compares with a Hugging Face folder or hub name; {folder} is a single file"
+        f"{' in a folder' if path.is_dir() else ''}, which transformers does not open.",
     )
-    hf = transformers.AutoConfig.from_pretrained(folder)
-    names = hf.architectures or []
-    require(
-        len(names) > 0 and hasattr(transformers, names[0]),
-        f"{folder}/config.json names no architecture of transformers, so there is nothing to "
-        "compare with.",
-    )
-    theirs = getattr(transformers, names[0]).from_pretrained(folder, dtype=torch.float32).eval()
+    with _quiet(transformers.utils.logging):
+        theirs = _opened(transformers, config, str(path if path.exists() else folder))
     inputs, ours = _inputs(net, config)
-    out = theirs(**inputs)
-    return float((_first(out, net) - ours).abs().max())
+    of, expected = _first(theirs(**inputs), net)
+    return Difference(of, float((expected - ours).abs().max()))
+
+
+def _opened(transformers: Any, config: FamilyConfig, folder: str) -> Any:
+    """Their model, of the architecture that the folder names."""
+    try:
+        hf = transformers.AutoConfig.from_pretrained(folder)
+        name = opened_as(hf.to_dict(), family(config.kind))
+        require(
+            name is not None and hf.model_type in MODEL_TYPES,
+            f"{folder}/{CONFIG} names no architecture of transformers, so there is nothing to "
+            "compare with.",
+        )
+        kind = getattr(transformers, str(name))
+        return kind.from_pretrained(folder, dtype=torch.float32).eval()
+    except ClearheadError:
+        raise
+    except (OSError, ValueError, AttributeError, KeyError, RuntimeError, ImportError) as error:
+        raise ClearheadError(
+            f"transformers does not open {folder}, so there is nothing to compare with "
+            f"({' '.join(str(error).split())[:200]})."
+        ) from error
+
+
+@contextmanager
+def _quiet(log: Any) -> Iterator[None]:
+    """Without transformers' progress bars and warnings, then as it was."""
+    bars, level = log.is_progress_bar_enabled(), log.get_verbosity()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of variables that have the last word about bars
+        log.disable_progress_bar()
+        log.set_verbosity_error()
+        try:
+            yield
+        finally:
+            log.set_verbosity(level)
+            if bars:
+                log.enable_progress_bar()
 
 
 def _inputs(net: Any, config: Any) -> tuple[dict[str, Any], torch.Tensor]:
@@ -73,12 +122,17 @@ def _pixels(config: Any, dice: torch.Generator) -> torch.Tensor:
     return torch.randn(1, config.channels, config.image_size, config.image_size, generator=dice)
 
 
-def _first(out: Any, net: Any) -> torch.Tensor:
-    """Of their several outputs the one that ours is."""
+def _first(out: Any, net: Any) -> tuple[str, torch.Tensor]:
+    """Of their several outputs the one that ours is, and what it is."""
     if hasattr(out, "start_logits"):
-        return torch.stack((out.start_logits, out.end_logits), dim=-1)
-    for name in ("logits", "logits_per_text", "prediction_logits"):
+        return "logits", torch.stack((out.start_logits, out.end_logits), dim=-1)
+    for name, of in {
+        "logits": "logits",
+        "prediction_logits": "logits",
+        "logits_per_text": "similarities",
+    }.items():
         if getattr(out, name, None) is not None:
-            return getattr(out, name)
-    pooled = getattr(net.head, "dense", None) is not None
-    return out.pooler_output if pooled else out.last_hidden_state
+            return of, getattr(out, name)
+    if getattr(net.head, "dense", None) is not None:
+        return "vectors", out.pooler_output
+    return "states", out.last_hidden_state

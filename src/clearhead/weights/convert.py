@@ -27,8 +27,10 @@ class Report:
     """Their key -> why it has no place here."""
     tied: dict[str, str] = field(default_factory=dict)
     """Our parameter -> the one it shares its numbers with."""
-    new: tuple[str, ...] = ()
+    drawn: tuple[str, ...] = ()
     """Our parameters that the file does not have and that were drawn anew: a new head."""
+    notes: tuple[str, ...] = ()
+    """What else is not as in the file, a sentence each."""
 
 
 def to_ours(

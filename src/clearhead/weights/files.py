@@ -58,9 +58,13 @@ def file_kind(path: Path) -> Literal["gguf", "openai", "llama2c"]:
         return "gguf"
     if start[:2] == b"PK" or path.suffix == ".pt":
         return "openai"
+    whole = (path.parent / CONFIG).is_file()
+    todo = (
+        f"name its folder, {path.parent}" if whole else "put config.json beside it, name the folder"
+    )
     require(
         path.suffix != ".safetensors" and path.suffix != ".json",
-        f"{path} is a part of a model: name its folder, {path.parent}, which has config.json too.",
+        f"{path} is only a part of a model: {todo}.",
     )
     require(
         path.suffix == ".bin",

@@ -138,6 +138,19 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         ) from error
 
 
+def refuse_full(path: str | Path, overwrite: bool) -> None:
+    """Refuse to write where a file or a folder with something in it is, unless that was asked
+    for.
+    """
+    path = Path(path)
+    full = path.is_file() or (path.is_dir() and any(path.iterdir()))
+    require(
+        overwrite or not full,
+        f"{path} is there already: choose another place, or replace it with --overwrite "
+        "(overwrite=True).",
+    )
+
+
 @contextmanager
 def whole_folder(folder: str | Path, names: set[str]) -> Iterator[Path]:
     """A new folder to write into, which takes the place of `folder` when the block ends without an
@@ -164,10 +177,10 @@ def whole_folder(folder: str | Path, names: set[str]) -> Iterator[Path]:
         yield new
         os.chmod(new, 0o755)
         _put_in_place(new, folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # safetensors has its own for a full disk
+        why = getattr(error, "strerror", None) or error
         raise ClearheadError(
-            f"{folder} could not be written ({error.strerror or error}); what was there before is "
-            "as it was."
+            f"{folder} could not be written ({why}); what was there before is as it was."
         ) from error
     finally:
         shutil.rmtree(new, ignore_errors=True)

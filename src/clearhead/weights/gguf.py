@@ -29,6 +29,7 @@ from clearhead.weights.gguf_write import write_gguf
 __all__ = [
     "GGUF",
     "GGUFTensor",
+    "check_family",
     "describe_gguf",
     "export_gguf",
     "load_gguf",
@@ -60,6 +61,11 @@ def load_gguf(path: str | Path) -> tuple[Net, FamilyConfig, Report, GGUF]:
     tensors, report = to_ours(theirs, table, config.n_layers)
     net = assemble(config, tensors)
     return net, config, Report(report.became, report.dropped, dict(net.ties)), file
+
+
+def check_family(config: FamilyConfig) -> None:
+    """Refuse a model that no architecture of GGUF expresses."""
+    describe(config)
 
 
 def _architecture(file: GGUF) -> str:

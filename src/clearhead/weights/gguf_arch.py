@@ -32,6 +32,7 @@ from clearhead.layers.position import LearnedConfig
 from clearhead.models import gpt2, llama
 from clearhead.models.family import FamilyConfig
 from clearhead.models.heads import HeadConfig, LMConfig
+from clearhead.models.hf import linear_keys
 from clearhead.models.keys import Dropped, Fused, Rule, Table
 from clearhead.weights.gguf_file import GGUF
 from clearhead.weights.interleaved import Interleaved
@@ -194,6 +195,8 @@ def _llama_config(facts: Facts) -> llama.Config:
             head_dim=None if n_heads * head_dim == d_model else head_dim,
             window=facts.size("attention.sliding_window") if window else None,
             qkv_bias="blk.0.attn_q.bias" in facts.file.tensors,
+            out_bias="blk.0.attn_output.bias" in facts.file.tensors,
+            ffn_bias="blk.0.ffn_gate.bias" in facts.file.tensors,
             qk_norm=facts.architecture == "qwen3",
             eps=facts.number("attention.layer_norm_rms_epsilon"),
         ),
@@ -226,7 +229,8 @@ def _scaling(facts: Facts, theta: float, head_dim: int) -> RopeScaling | None:
 
 def _llama3(facts: Facts, factors: np.ndarray, theta: float, head_dim: int) -> RopeScaling | None:
     """Llama 3's scaling from what each angle is divided by: all that a file keeps of it."""
-    if factors.shape == (head_dim // 2,) and head_dim % 2 == 0:
+    fits = factors.shape == (head_dim // 2,) and head_dim % 2 == 0
+    if fits and np.isfinite(factors).all():
         if (factors == 1.0).all():
             return None
         scaling = Llama3Scaling(factor=float(factors.max()))
@@ -254,16 +258,20 @@ def _llama_keys(config: llama.Config, paired: bool) -> Table:
             table["blk.{i}.attn_" + f"{part}.{kind}"] = (
                 Interleaved(ours, heads[part]) if paired and part in heads else ours
             )
+    parts = {
+        "attn_output": "self_attn.out_proj",
+        "ffn_gate": "ffn.gate_proj",
+        "ffn_up": "ffn.in_proj",
+        "ffn_down": "ffn.out_proj",
+    }
+    for theirs, ours in parts.items():
+        table |= linear_keys("blk.{i}." + theirs, BLOCK + ours)
     return table | {
-        "blk.{i}.attn_output.weight": BLOCK + "self_attn.out_proj.weight",
         "blk.{i}.attn_q_norm.weight": BLOCK + "self_attn.q_norm.weight",
         "blk.{i}.attn_k_norm.weight": BLOCK + "self_attn.k_norm.weight",
         "blk.{i}.attn_rot_embd": Dropped("rotary angles, which are computed here"),
         "blk.{i}.attn_norm.weight": BLOCK + "self_residual.norm.weight",
         "blk.{i}.ffn_norm.weight": BLOCK + "ffn_residual.norm.weight",
-        "blk.{i}.ffn_gate.weight": BLOCK + "ffn.gate_proj.weight",
-        "blk.{i}.ffn_up.weight": BLOCK + "ffn.in_proj.weight",
-        "blk.{i}.ffn_down.weight": BLOCK + "ffn.out_proj.weight",
         "output_norm.weight": "stack.norm.weight",
         "output.weight": "head.proj.weight",
         FREQS: Dropped("what the rotary angles are divided by: part of the settings here"),
@@ -281,7 +289,9 @@ def _llama_facts(config: llama.Config) -> tuple[str, dict[str, Any], dict[str, T
     assert isinstance(position, RopeConfig)
     head_dim = v.head_dim or config.d_model // config.n_heads
     # Biases are qwen2's, but llama.cpp wants its heads to fill the stream; llama takes them too.
-    biased = v.qkv_bias and head_dim * config.n_heads == config.d_model
+    more_biases = v.out_bias or v.ffn_bias
+    _refuse(config, "out_bias or ffn_bias", "with qk_norm", not (more_biases and v.qk_norm))
+    biased = v.qkv_bias and not more_biases and head_dim * config.n_heads == config.d_model
     architecture = "qwen3" if v.qk_norm else "qwen2" if biased else "llama"
     facts = _sizes(config) | {
         "attention.head_count_kv": config.n_kv_heads or config.n_heads,

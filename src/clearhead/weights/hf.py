@@ -13,18 +13,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from clearhead.errors import ClearheadError, did_you_mean, require
-from clearhead.layers.init import initialise
 from clearhead.models.base import Net
 from clearhead.models.family import FamilyConfig, family
 from clearhead.models.heads import PoolingConfig
-from clearhead.models.hf import SIZES, hf_sizes
-from clearhead.models.keys import Dropped, spelt_out
+from clearhead.models.hf import SIZES, hf_rates, hf_sizes
+from clearhead.models.keys import Dropped
 from clearhead.weights.convert import Report, to_ours, to_theirs
 from clearhead.weights.files import inside, open_weights, read_json, read_settings, read_table
 from clearhead.weights.folder import assemble
+from clearhead.weights.new_head import draw_head, seeded, without_head
 
 # Their model_type -> our family.
 MODEL_TYPES: dict[str, str] = {
@@ -46,11 +47,13 @@ MODEL_TYPES: dict[str, str] = {
 }
 
 
-def load_hf(folder: str | Path, **changes: Any) -> tuple[Net, FamilyConfig, Report]:
+def load_hf(
+    folder: str | Path, seed: int | None = None, **changes: Any
+) -> tuple[Net, FamilyConfig, Report]:
     """The network, its settings, and what became of every key.
 
     `changes` are made to the settings; with another `head` than the file's the new one is drawn
-    anew.
+    anew, from `seed`.
     """
     folder = Path(folder)
     hf = read_settings(folder)
@@ -59,12 +62,13 @@ def load_hf(folder: str | Path, **changes: Any) -> tuple[Net, FamilyConfig, Repo
     own = hf_config(hf, theirs.keys(), folder)
     config = own.changed(**(_sentence_head(folder) | changes))
     replaced = getattr(config, "head", None) != getattr(own, "head", None)
-    theirs, gone = _without_head(theirs, module, own, config) if replaced else (theirs, {})
+    theirs, gone = without_head(theirs, module, own, config) if replaced else (theirs, {})
     tensors, report = to_ours(theirs, module.keys(config), depth(config), module.PREFIX)
     tensors = {name: tensor.float() for name, tensor in tensors.items() if _number(name, tensor)}
     try:
-        new = _new_head(config, tensors) if replaced else {}
-        net = assemble(config, tensors | new)
+        drawn = draw_head(config, tensors, seeded(seed)) if replaced else {}
+        zeros = _zeros(hf, module, config, tensors)
+        net = assemble(config, tensors | drawn | zeros)
     except ClearheadError:
         raise
     except (RuntimeError, ArithmeticError, TypeError, ValueError) as error:
@@ -72,16 +76,22 @@ def load_hf(folder: str | Path, **changes: Any) -> tuple[Net, FamilyConfig, Repo
             f"{folder}/config.json describes a model that cannot be built "
             f"({str(error).partition(chr(10))[0][:200]})."
         ) from error
-    return (
-        net,
-        config,
-        replace(report, dropped=report.dropped | gone, tied=dict(net.ties), new=tuple(new)),
+    notes = [f"{name} is not in the file: zeros, as in transformers" for name in zeros]
+    report = replace(
+        report,
+        dropped=report.dropped | gone,
+        tied=dict(net.ties),
+        drawn=tuple(drawn),
+        notes=(*notes, *_dropout_note(hf, config)),
     )
+    return net, config, report
 
 
-def hf_config(hf: Mapping[str, Any], names: Collection[str], folder: Path) -> FamilyConfig:
+def hf_config(hf: dict[str, Any], names: Collection[str], folder: Path) -> FamilyConfig:
     """Their config in our words, checked; `names` are the keys of the weights."""
     module = family_of(hf, folder)
+    if (name := opened_as(hf, module)) is not None:
+        hf = hf | {"architectures": [name]}
     hf_sizes(hf)
     try:
         config: FamilyConfig = module.from_hf(hf, names)
@@ -124,6 +134,14 @@ def family_of(hf: Mapping[str, Any], folder: Path) -> ModuleType:
     return family(MODEL_TYPES[kind])
 
 
+def opened_as(hf: Mapping[str, Any], module: ModuleType) -> str | None:
+    """The architecture that a config names, or the one that such a file is opened as."""
+    named = hf.get("architectures")
+    if not isinstance(named, list) or not named or not isinstance(named[0], str):
+        return None
+    return getattr(module, "OPENED_AS", {}).get(named[0], named[0])
+
+
 def depth(config: FamilyConfig) -> int:
     """The number of layers that a key table must be spelt out for."""
     return max(config.n_layers, getattr(config, "n_decoder_layers", None) or 0)
@@ -150,10 +168,47 @@ def to_hf(net: Net, config: FamilyConfig) -> tuple[dict[str, Any], dict[str, Ten
     }
     theirs = to_theirs(ours, module.keys(config), depth(config))
     # A model without a head of transformers' own is saved without the name of its body.
-    head = getattr(config, "head", "none of the choices")
-    bare = head is None or isinstance(head, PoolingConfig)
-    prefix = module.PREFIX if bare else ""
+    prefix = module.PREFIX if _bare(config) else ""
     return hf, {name.removeprefix(prefix): t.contiguous() for name, t in theirs.items()}
+
+
+def lacks_pooler(config: FamilyConfig) -> bool:
+    """Whether transformers has a pooler behind this body, which our model has not and which it
+    therefore draws.
+    """
+    if not hasattr(family(config.kind), "to_hf") or not _bare(config):
+        return False
+    table = family(config.kind).keys(config)
+    return any(".pooler." in key and isinstance(rule, Dropped) for key, rule in table.items())
+
+
+def _bare(config: FamilyConfig) -> bool:
+    """Whether it has no head that transformers would know as one."""
+    head = getattr(config, "head", "none of the choices")
+    return head is None or isinstance(head, PoolingConfig)
+
+
+def _zeros(
+    hf: Mapping[str, Any], module: ModuleType, config: FamilyConfig, there: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Of a body that is opened with its head: what the file cannot have and transformers has as
+    zeros.
+    """
+    names = [name for name in getattr(module, "ZEROS", ()) if name not in there]
+    named = hf.get("architectures") or [None]
+    if not names or named[0] == opened_as(hf, module):
+        return {}
+    net = config.outline()
+    return {name: torch.zeros(net.get_parameter(name).shape) for name in names}
+
+
+def _dropout_note(hf: Mapping[str, Any], config: FamilyConfig) -> list[str]:
+    """A sentence where their rates of dropout are not all the one that is kept."""
+    rates, kept = hf_rates(hf), getattr(config, "dropout", 0.0)
+    if all(rate == kept for rate in rates.values()):
+        return []
+    said = ", ".join(f"{name} {rate}" for name, rate in rates.items())
+    return [f"dropout: the config has {said}; there is one rate here, and {kept} is kept"]
 
 
 def _number(name: str, tensor: Tensor) -> bool:
@@ -196,40 +251,3 @@ def inside_folder(name: str) -> str:
         Path(name).name == name and name not in (".", ".."), f'"{name}" leads out of the folder.'
     )
     return name
-
-
-def _without_head(
-    theirs: dict[str, Tensor], module: ModuleType, own: FamilyConfig, config: FamilyConfig
-) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Their tensors without those of a head that was replaced by another."""
-    old, new = (spelt_out(module.keys(c), depth(own)) for c in (own, config))
-    labels = [(type(c.head), getattr(c.head, "n_labels", None)) for c in (own, config)]  # type: ignore[attr-defined]
-    gone = {}
-    for name in theirs:
-        key = name if name in old else module.PREFIX + name
-        rule = old.get(key)
-        parts = rule.ours if rule is not None else ()
-        kept = key in new and not isinstance(new[key], Dropped)
-        # A dense layer before the labels may serve another head; the labels themselves may not.
-        if kept and labels[0] != labels[1]:
-            kept = not any(part.startswith("head.proj.") for part in parts)
-        if any(part.startswith("head.") for part in parts) and not kept:
-            gone[name] = "of the file's own head, which was replaced"
-    return {name: t for name, t in theirs.items() if name not in gone}, gone
-
-
-def _new_head(config: FamilyConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Drawn anew: the parameters of a head that the file does not have."""
-    net: Any = config.outline()
-    aliases = dict(net.ties)
-    missing = [
-        name
-        for name, _ in net.named_parameters(remove_duplicate=False)
-        if name.startswith("head.") and name not in tensors and name not in aliases
-    ]
-    if not missing:
-        return {}
-    head = net.head.to_empty(device="cpu")
-    initialise(head, config.init)
-    parameters = {f"head.{name}": p.detach() for name, p in head.named_parameters()}
-    return {name: parameters[name] for name in missing}

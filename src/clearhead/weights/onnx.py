@@ -297,7 +297,7 @@ def _sound_states(net: EncoderDecoder, mel: Tensor) -> tuple[Tensor, ...]:
 def _with_cross(net: EncoderDecoder, memory: Memory) -> tuple[Tensor, ...]:
     """The source's states, and what each layer of the decoder makes of them."""
     view = View.across(memory.at)
-    pairs = [b.cross_attn._keys_values(memory.x, view, None) for b in net.decoder.stack.blocks]
+    pairs = [b.cross_attn.keys_values(memory.x, view, None) for b in net.decoder.stack.blocks]
     return (memory.x, *(x for pair in pairs for x in pair))
 
 
