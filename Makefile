@@ -25,12 +25,20 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: $(READY) ## see what it does: this machine, one attention head by hand, the models
+demo: $(READY) ## train a model on Python's own manual for two minutes, sample from it, measure it
+	@rm -rf runs/demo
 	$(BIN)/clearhead doctor
-	$(BIN)/clearhead walk
-	$(BIN)/clearhead presets
-	$(BIN)/clearhead show gpt2
-	$(BIN)/python examples/first_model.py
+	$(BIN)/clearhead train manual --out runs/demo
+	$(BIN)/clearhead generate runs/demo "The for statement is used to" --seed 1
+	$(BIN)/clearhead eval runs/demo
+	@echo
+	@echo "The model is in runs/demo/model, its curves are in runs/demo/curves.png. Now try:"
+	@echo "  source .venv/bin/activate            then plain clearhead works"
+	@echo "  clearhead train my.txt               a text of your own"
+	@echo "  clearhead recipes                    what else can be trained"
+	@echo "  clearhead diagnose runs/demo         what this run could do better"
+	@echo "  clearhead walk                       one attention head with all its numbers"
+	@echo "  clearhead show runs/demo             where its parameters are"
 
 # Two workers with one thread each finish earlier than one worker with two: the tests are tiny.
 test: $(READY) ## run the fast tests

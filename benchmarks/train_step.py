@@ -182,8 +182,8 @@ def named(net: Any) -> dict[str, Tensor]:
     }
 
 
-def make_nanogpt(shape: Shape, folder: Path, weights: dict[str, Tensor]) -> Contender:
-    """nanoGPT, imported from its checkout."""
+def load_nanogpt(folder: Path) -> Any:
+    """The module model.py of a checkout of nanoGPT."""
     path = folder / "model.py"
     spec = importlib.util.spec_from_file_location("nanogpt_model", path)
     assert path.is_file(), f"there is no {path}: --nanogpt is the folder of a nanoGPT checkout"
@@ -192,6 +192,12 @@ def make_nanogpt(shape: Shape, folder: Path, weights: dict[str, Tensor]) -> Cont
     module = importlib.util.module_from_spec(spec)
     sys.modules["nanogpt_model"] = module
     spec.loader.exec_module(module)
+    return module
+
+
+def make_nanogpt(shape: Shape, folder: Path, weights: dict[str, Tensor]) -> Contender:
+    """nanoGPT, imported from its checkout."""
+    module = load_nanogpt(folder)
     config = module.GPTConfig(
         block_size=shape.length,
         vocab_size=VOCAB,

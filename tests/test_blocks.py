@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from clearhead.attention.dropout import Dropout, drop
 from clearhead.attention.mask import Causal
 from clearhead.attention.positions import Positions
 from clearhead.attention.view import View
@@ -128,3 +129,36 @@ def test_delta_is_what_a_sublayer_writes(placement):
     written = residual.delta(x, f)
     whole = normed(residual.norm, x + written) if placement == "post" else x + written
     close(residual(x, f), whole)
+
+
+# --- dropout ---
+
+
+@pytest.mark.parametrize("p", [0.1, 0.3, 0.5])
+def test_dropout_drops_so_many_and_keeps_the_mean(p):
+    x = torch.ones(400, 500)
+    dropped = drop(x, p)
+    rate = (dropped == 0).double().mean()
+    assert abs(rate - p) < 5 * (p * (1 - p) / x.numel()) ** 0.5  # five standard deviations
+    assert dropped.unique().tolist() == [0.0, pytest.approx(1 / (1 - p), rel=1e-4)]
+    rows = (dropped == 0).double().mean(dim=1)  # no row, and no column, is treated otherwise
+    assert (rows - p).abs().max() < 6 * (p * (1 - p) / 500) ** 0.5
+
+
+def test_dropout_is_drawn_from_pytorchs_dice_and_passes_its_mask_to_the_gradient():
+    x = torch.randn(7, 9, requires_grad=True)
+    torch.manual_seed(3)
+    first = drop(x, 0.4)
+    torch.manual_seed(3)
+    assert drop(x, 0.4).equal(first)
+    assert not drop(x, 0.4).equal(first)
+    first.sum().backward()
+    assert (x.grad == 0).equal(first == 0)
+    assert x.grad[first != 0].unique().numel() == 1
+
+
+def test_dropout_at_rest_or_of_nothing_changes_nothing():
+    x = torch.randn(3, 5)
+    assert Dropout(0.5).eval()(x) is x
+    assert drop(x, 0.0) is x
+    assert isinstance(Dropout(0.5), torch.nn.Dropout)

@@ -14,7 +14,20 @@ from clearhead import __version__
 from clearhead.cli import main as cli
 from clearhead.errors import ClearheadError
 
-VERBS = ["doctor", "walk", "presets", "show", "import", "export"]
+VERBS = [
+    "doctor",
+    "train",
+    "recipes",
+    "generate",
+    "eval",
+    "runs",
+    "diagnose",
+    "walk",
+    "presets",
+    "show",
+    "import",
+    "export",
+]
 
 
 def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -1,5 +1,6 @@
 """What README and docs say is run: Python blocks in order, commands, and the errata's numbers."""
 
+import importlib
 import re
 import runpy
 import shlex
@@ -7,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import tyro
 
 import clearhead as ch
 from clearhead.attention.positions import Positions
 from clearhead.attention.softmax import Softmax, attend, softmax
 from clearhead.attention.view import View
-from clearhead.cli.main import main
+from clearhead.cli.main import VERBS, main
 from tiny import SIZES, VOCAB, WIDTH
 
 ROOT = Path(__file__).parents[1]
@@ -50,6 +52,26 @@ def test_commands_run(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(shlex.split(line, comments=True)[1:])
     assert code in (0, None)
     assert len(capsys.readouterr().out) > 100
+
+
+def shown() -> list[str]:
+    """Commands that take too long to run here: `$ clearhead ...` in blocks of a console."""
+    lines = [
+        line.removeprefix("$ ")
+        for page in PAGES
+        for block in blocks(page, "console")
+        for line in block.splitlines()
+        if line.startswith("$ clearhead ")
+    ]
+    assert len(lines) >= 5
+    return lines
+
+
+@pytest.mark.parametrize("line", shown())
+def test_commands_that_are_only_shown_are_understood(line: str) -> None:
+    verb, *words = shlex.split(line, comments=True)[1:]
+    module = importlib.import_module(VERBS[verb][0])
+    assert tyro.cli(module.Args, args=words) is not None
 
 
 def test_readme_results() -> None:

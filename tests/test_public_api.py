@@ -22,6 +22,7 @@ NAMES = {
     "load",
     "patch",
     "presets",
+    "train",
 }
 
 

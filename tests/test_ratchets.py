@@ -365,6 +365,7 @@ API: dict[str, str] = {
     "load": "(source, *, head=None, labels=None, seed=None, revision=None, report=False)",
     "patch": "(net, changes)",
     "presets": "()",
+    "train": "(recipe, out=None, resume=False, **changes)",
 }
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from clearhead.model import Model as Model
     from clearhead.tap import capture as capture
     from clearhead.tap import patch as patch
+    from clearhead.training.run import train as train
 
 __version__ = "0.1.0"
 
@@ -33,6 +34,7 @@ _HOME = {
     "load": "clearhead.api",
     "patch": "clearhead.tap",
     "presets": "clearhead.api",
+    "train": "clearhead.training.run",
 }
 
 __all__ = [*_HOME, "__version__"]

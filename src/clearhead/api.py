@@ -68,9 +68,9 @@ def load(
 ) -> Any:
     """A model, ready to run, from what people have:
 
-    a folder that `save` wrote, a Hugging Face folder or hub name, a GGUF file, an official Whisper
-    .pt, a llama2.c .bin. `revision` is the hub's. With `report` it returns (model, report): what
-    became of every foreign key.
+    a folder that `save` wrote, a run's folder, a Hugging Face folder or hub name, a GGUF file, an
+    official Whisper .pt, a llama2.c .bin. `revision` is the hub's. With `report` it returns (model,
+    report): what became of every foreign key.
 
     `head` puts another head on the body: `head="classification", labels=["bad", "good"]`, or "none"
     for the bare states. What the model does not have of it is drawn from `seed`.

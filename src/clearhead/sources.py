@@ -33,6 +33,7 @@ from clearhead.weights.folder import (
     WEIGHTS,
     assemble,
     load_model,
+    model_inside,
 )
 from clearhead.weights.gguf import load_gguf
 from clearhead.weights.hf import depth, load_hf
@@ -87,7 +88,8 @@ def open_with_head(
 
 
 def read_folder(folder: Path, head: Any = None, seed: int | None = None) -> tuple[Model, Report]:
-    """A folder that `save` wrote, a Hugging Face folder, or one with a single model file."""
+    """A folder that `save` wrote, a run's, a Hugging Face folder, or one with a single file."""
+    folder = model_inside(folder)
     if folder.is_dir() and not (folder / CONFIG).exists():
         return read_file(single_file(folder), head, seed)
     description = read_settings(folder)

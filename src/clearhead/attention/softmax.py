@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from clearhead.attention.dropout import draws_here, drop
 from clearhead.attention.view import View, merge
 from clearhead.config import Spec
 from clearhead.errors import require
@@ -68,7 +69,7 @@ class Kernel(nn.Module):
 
     def attend(self, pattern: Pattern, v: Keys) -> Heads:
         """The weighted sum under given weights, with dropout on them."""
-        return attend(F.dropout(pattern, self.dropout, self.training), v)
+        return attend(drop(pattern, self.dropout) if self.training else pattern, v)
 
     def forward(self, q: Heads, k: Keys, v: Keys, view: View, bias: Pattern | None = None) -> Heads:
         """[b, h, q, d]: the slow twin, which writes the pattern down."""
@@ -82,6 +83,9 @@ class Softmax(Kernel):
 
     def forward(self, q: Heads, k: Keys, v: Keys, view: View, bias: Pattern | None = None) -> Heads:
         """[b, h, q, d], the same as `attend(pattern(...), v)`."""
+        if self.training and self.dropout and draws_here(q):
+            # With dropout PyTorch writes the pattern down too on a CPU, and draws slowly.
+            return super().forward(q, k, v, view, bias)
         causal = view.plain == "causal" and bias is None and view.bias is None
         return F.scaled_dot_product_attention(
             q,

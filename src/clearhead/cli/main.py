@@ -18,6 +18,12 @@ OK, CRASHED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 # verb -> (module, one line of help), in the order in which a newcomer needs them
 VERBS = {
     "doctor": ("clearhead.cli.doctor", "what this machine has and what to expect of it"),
+    "train": ("clearhead.cli.train", "train a model from your own file or a recipe"),
+    "recipes": ("clearhead.cli.recipes", "the recipes that come along, and what they reach"),
+    "generate": ("clearhead.cli.generate", "the text that follows a prompt"),
+    "eval": ("clearhead.cli.eval", "how good a model is on data, with confidence intervals"),
+    "runs": ("clearhead.cli.runs", "the runs so far, side by side"),
+    "diagnose": ("clearhead.cli.diagnose", "what is wrong with a run, and what to do about it"),
     "walk": ("clearhead.cli.walk", "one attention head with all its numbers, step by step"),
     "presets": ("clearhead.cli.presets", "the models that can be built by name"),
     "show": ("clearhead.cli.show", "layers, parameters, FLOPs and memory of a model"),

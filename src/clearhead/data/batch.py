@@ -54,9 +54,8 @@ class Batch:
         if size == 1:
             return self
         asked = self.targets.shape[0]
-        own = torch.arange(rank, asked, size)
-        count = self.count if len(own) else 0
-        own = own if len(own) else torch.zeros(1, dtype=torch.long)
+        count = self.count if rank < asked else 0
+        own = torch.arange(rank if count else 0, asked if count else 1, size)
         blocks = range(0, self.inputs[0].shape[0], asked)  # two where texts come in pairs
         rows = torch.cat([own + first for first in blocks])
         places = {name: _rows(value, rows) for name, value in self.places.items()}

@@ -13,7 +13,7 @@ prefetch   batches made ahead by threads
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, runtime_checkable
 
@@ -231,7 +231,7 @@ def _fixed_examples(
         first, number = first + rows, number + 1
 
 
-def prefetch(batches: Batches, start: int, workers: int = 0) -> Iterator[Batch]:
+def prefetch(batches: Batches, start: int, workers: int = 0) -> Generator[Batch]:
     """Batches start, start + 1, ... for ever; with workers, threads make them ahead of time.
 
     The batches and their order do not depend on `workers`. Closing the iterator ends the threads.

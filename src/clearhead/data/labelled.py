@@ -59,6 +59,8 @@ class Classification(ReaderObjective, kind="classification"):
     """
     max_len: int | None = None
     """Longer texts are cut to so many tokens (of two, the longer one is cut)."""
+    segments: bool = True
+    """Whether the model is told which of the two texts a token belongs to."""
 
     ask = "label"
     head: ClassVar[str | None] = "classification"
@@ -92,7 +94,7 @@ class Classification(ReaderObjective, kind="classification"):
             encoded = tokenizer.encode_pair(first, text_of(record, self.second, where))
         kept = cut_to(encoded, self.max_len, where)
         example: dict[str, Any] = {"ids": [encoded.ids[i] for i in kept], "label": label}
-        if self.second is not None:
+        if self.second is not None and self.segments:
             example["types"] = [encoded.types[i] for i in kept]
         return example
 

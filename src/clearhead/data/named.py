@@ -8,6 +8,8 @@ trec             text, label, fine       questions by what they ask for; test, n
 stsb             first, second, score    pairs of sentences, alike from 0 to 5
 manual           text                    Python's manual, from the running Python
 dates            en, fr, de, iso         made; so are:
+notes            words, tags; context,   notes to tag, and to ask about
+                 question, answer, start
 copy reverse sort add                    source, target
 """
 
@@ -25,10 +27,13 @@ from clearhead.data.files import File
 from clearhead.data.holdout import mark
 from clearhead.data.made import Add, Copy, Maker, Reverse, Sort, read_settings
 from clearhead.data.manual import open_manual
+from clearhead.data.notes import Notes
 from clearhead.data.readers import Record, Rows, Stream, open_parallel, open_rows, open_texts
 from clearhead.errors import ClearheadError, did_you_mean, require
 
-MAKERS: dict[str, type[Maker]] = {maker.kind: maker for maker in (Dates, Copy, Reverse, Sort, Add)}
+MAKERS: dict[str, type[Maker]] = {
+    maker.kind: maker for maker in (Dates, Copy, Reverse, Sort, Add, Notes)
+}
 HELD = 1000  # sentences of fra_eng that validate, and as many that test
 
 _GITHUB = "https://raw.githubusercontent.com"

@@ -42,6 +42,8 @@ class SpanQA(ReaderObjective, kind="span_qa"):
     """
     stride: int = 64
     """How many tokens of the context two neighbouring windows share."""
+    segments: bool = True
+    """Whether the model is told which of question and context a token belongs to."""
 
     ask = "span"
     head: ClassVar[str | None] = "span"
@@ -64,13 +66,18 @@ class SpanQA(ReaderObjective, kind="span_qa"):
         """The first window that has the answer, or the first."""
         windows = self.windows(record, tokenizer, where)
         best = next((window for window in windows if any(window["span"])), windows[0])
-        return {name: best[name] for name in ("ids", "types", "span")}
+        return {name: best[name] for name in self._kept}
 
     def examples(self, records: Iterable[Record], tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
         """Every window of every record."""
         for number, record in enumerate(records, start=1):
             for window in self.windows(record, tokenizer, f"record {number}"):
-                yield {name: window[name] for name in ("ids", "types", "span")}
+                yield {name: window[name] for name in self._kept}
+
+    @property
+    def _kept(self) -> tuple[str, ...]:
+        """What of a window is an example."""
+        return ("ids", "types", "span") if self.segments else ("ids", "span")
 
     def windows(
         self, record: Record, tokenizer: Tokenizer, where: str = "record"

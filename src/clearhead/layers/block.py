@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from clearhead.attention.attention import Attention
 from clearhead.attention.cache import CrossKV, State
+from clearhead.attention.dropout import Dropout
 from clearhead.attention.view import View
 from clearhead.errors import require
 from clearhead.layers.norm import NormConfig
@@ -37,7 +38,7 @@ class Residual(nn.Module):
     def __init__(self, norm: NormConfig, width: int, dropout: float) -> None:
         super().__init__()
         self.norm = norm.build(width)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.branch = Tap()
 
     def delta(self, x: Stream, f: Sublayer) -> Stream:

@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from clearhead.attention.cache import Cache
+from clearhead.attention.dropout import Dropout
 from clearhead.attention.positions import Positions
 from clearhead.config import Spec
 from clearhead.errors import ClearheadError, require
@@ -42,7 +43,7 @@ class Embedding(nn.Module):
         self.position = position
         self.types = nn.Embedding(token_types, d_model) if token_types else None
         self.norm = norm
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.out = Tap()
 
     def forward(

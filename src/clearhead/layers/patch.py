@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from clearhead.attention.dropout import Dropout
 from clearhead.attention.positions import Positions
 from clearhead.errors import require
 from clearhead.tap import Tap
@@ -40,7 +41,7 @@ class PatchEmbedding(nn.Module):
         self.cls = nn.Parameter(torch.zeros(d_model))
         self.proj = nn.Conv2d(channels, d_model, patch_size, patch_size, bias=bias)
         self.position, self.norm = position, norm
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.out = Tap()
 
     def place(self, pixels: Tensor, at: Positions | None) -> Positions:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from clearhead.attention.dropout import Dropout
 from clearhead.attention.positions import Positions
 from clearhead.errors import require
 from clearhead.tap import Tap
@@ -27,7 +28,7 @@ class SoundEmbedding(nn.Module):
         self.conv1 = nn.Conv1d(n_mels, d_model, kernel_size=3, padding=1)
         self.conv2 = nn.Conv1d(d_model, d_model, kernel_size=3, stride=2, padding=1)
         self.position = position
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.out = Tap()
 
     def place(self, mel: Tensor, at: Positions | None) -> Positions:

@@ -31,7 +31,7 @@ from clearhead.weights.files import (
     read_settings,
     single_file,
 )
-from clearhead.weights.folder import FORMAT, WEIGHTS
+from clearhead.weights.folder import FORMAT, WEIGHTS, model_inside
 from clearhead.weights.gguf import describe_gguf
 from clearhead.weights.hf import hf_config, inside_folder
 from clearhead.weights.llama2c import load_llama2c
@@ -86,7 +86,7 @@ def find(name: str) -> Target:
         return Target(name, "preset", resolve(name))
     if name in FAMILIES:
         return Target(name, "family", resolve(name))
-    path = Path(name).expanduser()
+    path = model_inside(Path(name).expanduser())
     if path.is_dir() and not (path / "config.json").exists():
         path = single_file(path)
     if path.is_file():

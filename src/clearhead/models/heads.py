@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from clearhead.attention.dropout import Dropout
 from clearhead.attention.positions import Positions
 from clearhead.config import Spec
 from clearhead.errors import require
@@ -104,7 +105,7 @@ class ClassificationHead(nn.Module):
     ) -> None:
         super().__init__()
         self.pooling = pooling
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.proj = nn.Linear(d_model, n_labels, bias=bias)
 
     def forward(self, x: States, at: Positions) -> Float[Tensor, "b labels"]:
@@ -116,7 +117,7 @@ class TokenHead(nn.Module):
 
     def __init__(self, d_model: int, n_out: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.proj = nn.Linear(d_model, n_out)
 
     def forward(self, x: States, at: Positions) -> Float[Tensor, "b t n"]:

@@ -105,6 +105,34 @@ def assemble(config: FamilyConfig, tensors: dict[str, Tensor]) -> Net:
     return net.eval()
 
 
+def model_inside(folder: Path) -> Path:
+    """Where the model of a run is: `model/` once it came out, else its newest whole checkpoint; any
+    other folder is its own.
+    """
+    if not (folder / "recipe.yaml").is_file() or (folder / CONFIG).exists():
+        return folder
+    if (folder / "model" / CONFIG).is_file():
+        return folder / "model"
+    named = [(path.name.removeprefix("step-"), path) for path in folder.glob("checkpoints/step-*")]
+    found = sorted(((int(n), path) for n, path in named if n.isdecimal()), reverse=True)
+    for _, path in found:
+        if (path / CONFIG).is_file() and _has_all(path):
+            return path
+    raise ClearheadError(
+        f"{folder} is a run without a model yet: it has no whole checkpoint that is one. Go on "
+        f"with it: clearhead train {folder} --resume"
+    )
+
+
+def _has_all(checkpoint: Path) -> bool:
+    """Whether a checkpoint's files are there and as long as its manifest, written last, says."""
+    try:
+        files = json.loads((checkpoint / "MANIFEST.json").read_text(encoding="utf-8"))["files"]
+        return all((checkpoint / name).stat().st_size == files[name]["bytes"] for name in files)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json as a table, or a clear error."""
     require(folder.exists(), f"There is no model at {folder}: check the path.")

@@ -1,0 +1,109 @@
+"""A recipe for a data file without one: what its columns ask for, at a size that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from clearhead.data.corpus import Corpus, open_corpus
+from clearhead.errors import ClearheadError
+from clearhead.training.recipe import Recipe
+from clearhead.training.tune import settle
+
+CHARACTERS = 5_000_000  # of text; longer ones are cut into pieces of words
+MINUTES = 5.0
+
+MUON = {
+    "name": "muon",
+    "lr": 0.02,
+    "adam_lr": 5e-3,
+    "weight_decay": 0.01,
+    "warmup": 20,
+    "schedule": {"kind": "wsd", "decay": 0.4},
+}
+
+
+def guess_recipe(source: str, changes: Mapping[str, Any]) -> Recipe:
+    """The settings for a source, with some changed."""
+    corpus = open_corpus(source)
+    data = _language(corpus) if "text" in corpus.columns and len(corpus.columns) == 1 else None
+    if data is None:
+        data = _labelled(corpus) if "label" in corpus.columns else _pairs(corpus)
+    data["data"]["source"] = source
+    return Recipe.from_dict(settle(data, changes), Path(source).stem or "run")
+
+
+def _language(corpus: Corpus) -> dict[str, Any]:
+    """A text: a decoder that writes on."""
+    size = corpus.count("train") or 0
+    small = size <= CHARACTERS
+    width, layers, context = (192, 4, 128) if small else (256, 6, 256)
+    return {
+        "data": {"objective": "next_token", "length": _context(size, context)},
+        "tokenizer": "characters" if small else {"kind": "bpe", "vocab_size": 8000},
+        "model": {
+            "family": "llama",
+            "n_layers": layers,
+            "d_model": width,
+            "n_heads": width // 32,
+            "max_len": context,
+            "dropout": 0.1 if size < 300_000 else 0.0,
+            "variant": {"kind": "variant", "qk_norm": True},
+        },
+        "train": {"minutes": MINUTES, "batch": 16},
+        "optim": MUON,
+    }
+
+
+def _context(size: int, most: int) -> int:
+    """A context that the validating tenth of a short text still fills."""
+    return max(8, min(most, size // 20))
+
+
+def _pairs(corpus: Corpus) -> dict[str, Any]:
+    """Two columns: an encoder-decoder that makes the second of the first."""
+    columns = corpus.columns
+    if len(columns) < 2:
+        raise ClearheadError(
+            f"{corpus.name} has the columns {', '.join(columns)}: Clearhead guesses what to do "
+            'with "text", with "text" and "label", and with two columns of texts. Say what else it '
+            "is for in a recipe: data.objective."
+        )
+    return {
+        "data": {"objective": {"kind": "seq2seq"}, "by": "tokens"},
+        "tokenizer": {"kind": "bpe", "vocab_size": 8000},
+        "model": {
+            "family": "transformer",
+            "n_layers": 3,
+            "d_model": 128,
+            "n_heads": 4,
+            "d_ff": 512,
+            "max_len": 256,
+            "placement": "pre",
+            "dropout": 0.2,
+        },
+        "train": {"minutes": MINUTES, "batch": 4096, "label_smoothing": 0.1},
+        "optim": {"name": "adamw", "lr": 2e-3, "warmup": 200, "schedule": "cosine"},
+    }
+
+
+def _labelled(corpus: Corpus) -> dict[str, Any]:
+    """Texts with labels: an encoder that tells them apart."""
+    text = next(name for name in (*corpus.columns, "text") if name != "label")
+    return {
+        "data": {"objective": {"kind": "classification", "text": text}, "by": "tokens"},
+        "tokenizer": {"kind": "bpe", "vocab_size": 8000},
+        "model": {
+            "family": "bert",
+            "n_layers": 2,
+            "d_model": 128,
+            "n_heads": 4,
+            "d_ff": 512,
+            "max_len": 256,
+            "dropout": 0.3,
+        },
+        "train": {"minutes": MINUTES, "batch": 2048, "patience": 5},
+        "optim": {"name": "adamw", "lr": 1e-3, "warmup": 50, "schedule": "cosine"},
+        "eval": {"metric": "accuracy"},
+    }

@@ -1,0 +1,160 @@
+"""From a name to a run: reads a recipe, opens its folder, and steps.
+
+for step in ch.train("shakespeare"): ...
+for step in ch.train("my.txt", out="runs/mine", **{"train.minutes": 5}): ...
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from clearhead.errors import ClearheadError, did_you_mean, require
+from clearhead.measure.hardware import read_processor
+from clearhead.recipes import recipe_names, recipe_text
+from clearhead.training.budget import fit_budget
+from clearhead.training.curves import Curves
+from clearhead.training.events import Evaluated, Step
+from clearhead.training.folder import RunFolder
+from clearhead.training.guess import guess_recipe
+from clearhead.training.job import Job, prepare
+from clearhead.training.loop import Trainer
+from clearhead.training.machine import pick_device
+from clearhead.training.recipe import Recipe
+from clearhead.training.room import check_room
+from clearhead.training.tune import describe_start, settle
+from clearhead.training.world import World, own_device, restarted
+
+Say = Callable[[str], None]
+
+
+def _silent(message: str) -> None:
+    """Hear a message and say nothing."""
+
+
+def read_recipe(what: str | Path | Mapping[str, Any], changes: Mapping[str, Any] = {}) -> Recipe:
+    """A recipe by its name, from a YAML file, from tables, or made for a data file."""
+    if isinstance(what, Mapping):
+        return Recipe.from_dict(settle(what, changes))
+    name, path = str(what), Path(what).expanduser()
+    if path.suffix in (".yaml", ".yml"):
+        require(path.is_file(), f"There is no recipe {path}.")
+        return Recipe.from_dict(settle(_parsed(path.read_text("utf-8"), name), changes), path.stem)
+    if name in recipe_names():
+        return Recipe.from_dict(settle(_parsed(recipe_text(name), name), changes), name)
+    try:
+        return guess_recipe(name, changes)
+    except ClearheadError as error:
+        near = did_you_mean(name, recipe_names())
+        if path.exists() or not near:
+            raise
+        raise ClearheadError(f'There is no recipe and no file "{name}".{near}') from error
+
+
+def _parsed(text: str, name: str) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ClearheadError(f"{name} is no YAML: {error}") from error
+    require(isinstance(data, dict), f"{name} is no recipe: it has no sections.")
+    return data
+
+
+def open_run(
+    recipe: Recipe | None,
+    folder: RunFolder | None,
+    resume: bool = False,
+    say: Say = _silent,
+    steps: int | None = None,
+) -> Trainer:
+    """A run that is ready to step: a new one of a recipe, or the one of a folder taken up again.
+
+    Everything that can be wrong is found here, before anything is written. `steps` makes a run that
+    is taken up again longer.
+    """
+    if folder is not None and restarted() and folder.begun:
+        resume = True  # torchrun started all processes again: the run goes on by itself
+    if resume:
+        assert folder is not None
+        recipe = folder.read_recipe()
+        if steps is not None:
+            recipe = recipe.with_steps(steps)
+    assert recipe is not None
+    _set_threads(recipe)
+    device = own_device(pick_device(recipe.train.machine))
+    world = World.join(device)
+
+    def begin() -> Job:
+        if folder is not None and not resume and world.first:
+            folder.refuse_used()
+        job = prepare(recipe, folder.tokenizer() if folder is not None and resume else None)
+        check_room(job, device, world.size)
+        return job
+
+    job = world.in_turn(begin)
+    if resume:
+        trainer = Trainer(job, folder)
+        if not trainer.resume(say):
+            say("There is no whole checkpoint: the run starts from its beginning.")
+        _lengthen(trainer, steps)
+        return trainer
+    job, said = fit_budget(job)
+    for sentence in filter(None, (describe_start(job), said)):
+        say(sentence)
+    if folder is not None:
+        tokenizer = job.model.tokenizer
+        world.in_turn(lambda: folder.start(job.recipe, tokenizer) if world.first else None)
+    return Trainer(job, folder)
+
+
+def _set_threads(recipe: Recipe) -> None:
+    """As many as asked for, or as can run at a time: a container may grant less than it shows."""
+    threads = recipe.train.machine.threads
+    if threads is None and "OMP_NUM_THREADS" not in os.environ:
+        threads = min(torch.get_num_threads(), read_processor().usable)
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def _lengthen(trainer: Trainer, steps: int | None) -> None:
+    """Write down that a run has another number of steps than it began with."""
+    assert trainer.folder is not None
+    require(
+        steps is None or steps >= trainer.done,
+        f"{trainer.folder.path} is at step {trainer.done} already: train.steps can only be more.",
+    )
+    if steps is not None and trainer.world.first:
+        trainer.folder.write_recipe(trainer.recipe)
+
+
+def drawn(trainer: Trainer) -> Iterator[Step]:
+    """The steps of a run, while a picture of its curves is kept up to date in its folder."""
+    curves = Curves(trainer.folder) if trainer.folder is not None and trainer.world.first else None
+    for step in trainer.steps():
+        if curves is not None and any(isinstance(event, Evaluated) for event in step.events):
+            curves.update()
+        yield step
+    if curves is not None:
+        curves.update(last=True)
+
+
+def train(
+    recipe: str | Path | Mapping[str, Any] | Recipe,
+    out: str | Path | None = None,
+    resume: bool = False,
+    **changes: Any,
+) -> Generator[Step, None, Any]:
+    """Train as a recipe says, step by step; what `return`s at the end is the model.
+
+    `recipe` is a name (`clearhead recipes`), a YAML file, tables, or a data file. With `out` the
+    run has a folder: checkpoints, figures, and the model in `out`/model; `resume` goes on with it.
+    """
+    read = recipe if isinstance(recipe, Recipe) else read_recipe(recipe, changes)
+    trainer = open_run(read, None if out is None else RunFolder(out), resume)
+    yield from drawn(trainer)
+    return trainer.finish()
