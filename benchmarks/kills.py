@@ -4,9 +4,10 @@
 
 A short run (tiny model, dropout, EMA, Muon) goes on in a process of its own and is killed by
 SIGKILL, every second time inside a save: the killer waits until the folder that a checkpoint is
-written into appears, then a random moment of about as long as a save takes. The rest die anywhere
-between the first step and the end. After every kill the run is taken up again. In the end its
-losses and the hash of its weights must be those of the run that nobody killed.
+written into appears, then a random moment of about as long as a save takes. Every fourth dies while
+it begins or is taken up, before its first step, and the rest anywhere between that and the end.
+After every kill the run is taken up again. In the end its losses and the hash of its weights must
+be those of the run that nobody killed.
 
 The processes are forked from one that has PyTorch imported and has trained nothing, because
 importing it takes several times as long as a life.
@@ -35,6 +36,7 @@ from clearhead.training.run import open_run
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "dogs", "run", "far"]
 SAVE = 0.012  # seconds that a save of this model takes, about
+BEGINNING = 0.06  # and how long it takes to begin
 
 
 @dataclass
@@ -43,6 +45,8 @@ class Count:
 
     inside: int = 0
     """The folder of an unfinished checkpoint was left behind."""
+    early: int = 0
+    """The first step was not reached."""
     between: int = 0
     """No save was under way."""
     passed_over: int = 0
@@ -118,6 +122,12 @@ class Life:
                 return
         raise SystemExit(f"The run did not begin:\n{self.said}")
 
+    def kill_early(self, dice: random.Random) -> None:
+        """SIGKILL while it begins."""
+        time.sleep(dice.uniform(0, BEGINNING))
+        if not self.over():
+            os.kill(self.pid, signal.SIGKILL)
+
     def over(self) -> bool:
         """Whether it has ended."""
         if self.code is None:
@@ -192,9 +202,13 @@ def survive(home: Path, kills: int, steps: int, seed: int = 0) -> tuple[bool, Co
             run, number = run + 1, run + 1
         life = Life(home, home / f"run-{number}")
         lives += 1
-        life.begin()
-        if done < kills:
-            life.kill(dice, inside=done % 2 == 0)
+        early = done < kills and done % 4 == 1
+        if early:
+            life.kill_early(dice)
+        else:
+            life.begin()
+            if done < kills:
+                life.kill(dice, inside=done % 2 == 0)
         ended = life.end()
         count.passed_over += sum("passed over" in line for line in life.said)
         if ended:
@@ -204,7 +218,9 @@ def survive(home: Path, kills: int, steps: int, seed: int = 0) -> tuple[bool, Co
         if life.code != -signal.SIGKILL:
             raise SystemExit(f"It could not be taken up: {life.said}")
         done += 1
-        if life.saving():
+        if early and not any(line.startswith("begins") for line in life.said):
+            count.early += 1
+        elif life.saving():
             count.inside += 1
         else:
             count.between += 1
@@ -220,7 +236,10 @@ def main() -> None:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as home:
         same, count, lives = survive(Path(home), given.kills, given.steps, given.seed)
-    print(f"{given.kills} kills: {count.inside} inside a save, {count.between} elsewhere")
+    print(
+        f"{given.kills} kills: {count.inside} inside a save, {count.early} before "
+        f"the first step, {count.between} elsewhere"
+    )
     print(f"{lives} processes, {count.passed_over} torn checkpoints passed over")
     print(f"{time.perf_counter() - start:.0f} s")
     print("weights and losses are " + ("those of the run without kills" if same else "OTHERS"))

@@ -118,20 +118,27 @@ def run(
     leave: int | None = None,
     poison: tuple[int, ...] = (),
     die: int | None = None,
+    again: bool = False,
 ) -> Result:
     """Train, and tell what happened.
 
     `stop`: the last process asks for the end at this step; `leave`: the loop is left there without
     a word, as by a kill; `poison`: steps whose loss is not a number in the last process; `die`: the
-    last process kills itself there, unless it was started again.
+    last process kills itself there, unless it was started again; `again`: it alone believes that
+    torchrun started it again.
     """
     result = Result()
+    if again and os.environ.get("RANK", "0") != "0":
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
     folder = None if out is None else RunFolder(out)
     try:
         trainer = open_run(Recipe.from_dict(recipe), folder, resume, result.said.append)
     except ClearheadError as error:
         result.error = str(error)
         return result
+    finally:
+        if again:
+            os.environ.pop("TORCHELASTIC_RESTART_COUNT", None)
     last = trainer.world.rank == trainer.world.size - 1
     with poisoned(trainer, poison if last else ()):
         try:
@@ -146,7 +153,7 @@ def run(
         except ClearheadError as error:
             result.error = str(error)
             return result
-    if not result.stopped:
+    if not trainer.interrupted:
         net = trainer.finish().net
         result.weights = {name: p.detach().clone() for name, p in net.named_parameters()}
     return result

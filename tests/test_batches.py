@@ -216,6 +216,9 @@ def test_long_examples_are_left_out_and_counted(tmp_path):
     assert sum(len(b.targets) for b in fixed(store, TRANSLATE, max_len=20)) == 500 - long
     with pytest.raises(ClearheadError, match="longer than max_len, which is 2: the shortest has"):
         Buckets(store, TRANSLATE, batch=8, max_len=2)
+    empty = write_store(tmp_path / "empty", [{"source": [], "target": []}])
+    with pytest.raises(ClearheadError, match="No example has a token"):
+        Buckets(empty, TRANSLATE, batch=8)
     with pytest.raises(ClearheadError, match="either batch"):
         Buckets(store, TRANSLATE)
     with pytest.raises(ClearheadError, match="either batch"):
@@ -231,6 +234,18 @@ def test_evaluation_shows_every_example_once(tmp_path, size):
     assert sum(b.count for b in batches) == target.sum()
     if "tokens" in size:
         assert max(t.numel() for b in batches for t in b.inputs) <= 300
+
+
+def test_evaluation_fills_its_batches(tmp_path):
+    store, _, _ = sentences(tmp_path, 300)
+    widest, expected = sorted(TRANSLATE.lengths(store).max(axis=1).tolist()), []
+    while widest:  # the slow twin: as many as fit, one more would not
+        rows = 1
+        while rows < len(widest) and (rows + 1) * widest[rows] <= 100:
+            rows += 1
+        expected.append(rows)
+        widest = widest[rows:]
+    assert [len(b.targets) for b in fixed(store, TRANSLATE, tokens=100)] == expected
 
 
 def test_positions_are_those_of_ragged(tmp_path):

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 
@@ -302,6 +303,36 @@ def test_a_translation_is_as_long_as_its_source_and_fifty_more(model):
     assert len(long.tokenizer.encode(long.translate("cat"), special=False)) <= len(source) + 50
 
 
+def test_the_settings_that_came_along_are_the_default(model):
+    own = ch.Model(model.net, model.config, model.tokenizer)
+    own.companions["generation_config.json"] = model.companions["generation_config.json"] | {
+        "num_beams": 3,
+        "length_penalty": -1.0,
+    }
+    texts = ["the cat", "on the mat and the dog", "the log sat"]
+    found = own.translate(texts, max_new_tokens=15)
+    assert found == model.translate(texts, beams=3, length_penalty=-1.0, max_new_tokens=15)
+    greedy = model.translate(texts, max_new_tokens=15)
+    assert greedy == own.translate(texts, beams=1, max_new_tokens=15)
+    assert found != greedy
+    assert found != own.translate(texts, length_penalty=1.0, max_new_tokens=15)
+
+
+@pytest.mark.parametrize("damage", [math.nan, math.inf])
+def test_weights_that_are_no_numbers(model, damage):
+    net = copy.deepcopy(model.net)
+    for parameter in net.head.parameters():
+        parameter.data.fill_(damage)
+    own = ch.Model(net, model.config, model.tokenizer, model.companions)
+    for call in (
+        lambda: own.translate("the cat", beams=3),
+        lambda: own.translate("the cat"),
+        lambda: own.generate("the cat", temperature=1.0),
+    ):
+        with pytest.raises(ClearheadError, match="outputs are not numbers: its weights are damag"):
+            call()
+
+
 def test_banned_words_and_a_forced_beginning(model):
     own = ch.Model(model.net, model.config, model.tokenizer)
     said = {"decoder_start_token_id": 1, "forced_bos_token_id": 4}
@@ -322,6 +353,7 @@ def test_banned_words_and_a_forced_beginning(model):
         ({"beams": 0}, "width of a beam search is a whole number"),
         ({"beams": 2.5}, "width of a beam search is a whole number"),
         ({"length_penalty": math.nan}, "length_penalty is a number"),
+        ({"length_penalty": 10**12}, "length_penalty is a number from -50 to 50"),
         ({"max_new_tokens": 0}, "one token at least"),
         ({"batch_tokens": 0}, "batch_tokens is how many"),
     ],

@@ -8,6 +8,7 @@ import torch
 from clearhead.attention.dropout import Dropout, drop
 from clearhead.attention.mask import Causal
 from clearhead.attention.positions import Positions
+from clearhead.attention.rms import RMSNorm
 from clearhead.attention.view import View
 from clearhead.layers.block import RESIDUALS, Block, Look, ParallelBlock
 from clearhead.layers.ffn import ACTIVATIONS, FFN, GatedFFN
@@ -162,3 +163,25 @@ def test_dropout_at_rest_or_of_nothing_changes_nothing():
     assert Dropout(0.5).eval()(x) is x
     assert drop(x, 0.0) is x
     assert isinstance(Dropout(0.5), torch.nn.Dropout)
+
+
+# --- RMSNorm ---
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 16), (2, 4, 5, 8), (1, 7)])
+def test_the_learning_norm_is_pytorchs_with_its_gradients(shape):
+    ours, theirs = RMSNorm(shape[-1], 1e-5), torch.nn.RMSNorm(shape[-1], 1e-5)
+    with torch.no_grad():
+        ours.weight.uniform_(0.5, 1.5)
+        theirs.weight.copy_(ours.weight)
+    x = torch.randn(*shape, requires_grad=True)
+    weight = torch.randn(*shape)
+    found, wanted = ours(x), theirs(x)
+    torch.testing.assert_close(found, wanted)
+    assert type(found.grad_fn).__name__ == "_LearningBackward"
+    (dx, dw) = torch.autograd.grad((found * weight).sum(), [x, ours.weight])
+    (ex, ew) = torch.autograd.grad((wanted * weight).sum(), [x, theirs.weight])
+    torch.testing.assert_close(dx, ex)
+    torch.testing.assert_close(dw, ew)
+    with torch.no_grad():
+        assert ours(x).equal(theirs(x))  # at rest it is PyTorch's own

@@ -13,6 +13,7 @@ import clearhead as ch
 from architectures import ROWS, randomise
 from clearhead.cli import main as cli
 from clearhead.cli.import_ import folded
+from clearhead.weights.check import _inputs, difference_to_transformers, largest_difference
 from test_llama2c import SIZES as LLAMA2C
 from test_llama2c import weights as llama2c_weights
 from test_llama2c import write as write_llama2c
@@ -154,6 +155,49 @@ def test_the_rates_of_both_towers_are_looked_at(theirs):
     (folder / "config.json").write_text(json.dumps(config))
     (note,) = ch.load(folder, report=True)[1].notes
     assert "text_config.attention_dropout 0.3" in note
+
+
+def test_settings_without_effect_are_named(theirs):
+    folder = theirs("bart")
+    said = {"num_beams": 4, "no_repeat_ngram_size": 3, "max_length": 142, "do_sample": False}
+    (folder / "generation_config.json").write_text(json.dumps(said))
+    model, report = ch.load(folder, report=True)
+    (note,) = [note for note in report.notes if note.startswith("generation_config.json")]
+    assert "sets no_repeat_ngram_size, max_length, which have no effect here yet" in note
+    assert model.companions["generation_config.json"].items() >= said.items()
+
+
+def test_older_folders_say_in_their_config_how_to_search(theirs):
+    folder = theirs("bart")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_beams": 6}))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    assert ch.load(folder).companions["generation_config.json"]["num_beams"] == 6
+    (folder / "generation_config.json").write_text("{}")
+    assert "num_beams" not in ch.load(folder).companions["generation_config.json"]
+
+
+# --- what --check compares ---
+
+
+def test_only_like_numbers_are_compared():
+    ones = torch.ones(2, 3)
+    assert largest_difference(ones, ones + 0.5) == 0.5
+    with pytest.raises(ch.ClearheadError, match=r"is \(2, 3\) and that of transformers \(2, 1\)"):
+        largest_difference(ones, torch.ones(2, 1))
+    for damage in (float("nan"), float("inf")):
+        with pytest.raises(ch.ClearheadError, match="outputs are not numbers"):
+            largest_difference(ones, ones * damage)
+
+
+@pytest.mark.parametrize("row", ["gpt2 lm", "roberta masked_lm", "bert span", "t5 v1.0", "bart"])
+def test_padding_is_compared_too(row, theirs):
+    folder = theirs(row)
+    model = ch.load(folder)
+    inputs, ours = _inputs(model.net, model.config)
+    assert len(ours) == 2
+    assert inputs["attention_mask"].sum(dim=1).tolist() in ([16, 8], [9, 4])
+    assert difference_to_transformers(model.net, model.config, str(folder)).largest < 1e-4
 
 
 # --- BART's body ---

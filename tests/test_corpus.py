@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import http.client
 import os
 import sys
 import types
@@ -52,7 +53,7 @@ def test_a_text_is_split_by_characters_as_nanogpt_does(tmp_path, monkeypatch, le
     assert text_of(corpus, "valid") == text[border:]  # again, from its start
     assert corpus.count("train") == border
     for split in corpus.splits:
-        assert not list(corpus.records(split))[-1].get("more")
+        assert not list(corpus.records(split))[-1].get(readers.MORE)
 
 
 def test_records_are_split_by_count(table):
@@ -181,6 +182,20 @@ def test_wrong_names_and_settings(source, settings, said):
         open_corpus(source, **settings)
 
 
+@needs("trec")
+def test_a_set_without_the_split_does_not_lend_its_training_data(table):
+    with pytest.raises(ClearheadError, match='"trec" has no split "valid"; it has train, test'):
+        open_corpus(table, valid="trec")
+    assert open_corpus(table, test="trec").count("test") == 500
+
+
+def test_the_training_data_cannot_be_held_out(tmp_path, table):
+    (tmp_path / "copy.csv").write_text(Path(table).read_text())
+    for called in ("valid", "test"):
+        with pytest.raises(ClearheadError, match=f"{called} is what trains"):
+            open_corpus(table, **{called: str(tmp_path / "copy.csv")})
+
+
 def test_splits_that_are_not_there(table):
     corpus = open_corpus(table)
     with pytest.raises(ClearheadError, match='no split "test"; it has train, valid'):
@@ -216,6 +231,15 @@ def test_a_wrong_hash_leaves_nothing_behind(tmp_path, published):
     with pytest.raises(ClearheadError, match="sha256"):
         download(wrong, tmp_path / "into" / "got.txt")
     assert list((tmp_path / "into").iterdir()) == []
+
+
+def test_a_connection_that_speaks_no_http(published, monkeypatch):
+    def fail(*_, **__):
+        raise http.client.BadStatusLine("nonsense")
+
+    monkeypatch.setattr(download_module.urllib.request, "urlopen", fail)
+    with pytest.raises(ClearheadError, match=r"the download failed \(nonsense\)"):
+        open_corpus("tinyshakespeare")
 
 
 def test_without_a_connection_the_error_says_where_to_put_the_file(published, monkeypatch):
@@ -266,6 +290,40 @@ def test_hub_sets_have_our_names(monkeypatch):
     assert list(corpus.records("valid")) == [{"en": "a", "de": "b", "label": "good"}]
     assert list(corpus.records("train"))[1] == {"label": -1, "text": "x"}
     assert corpus.count("train") == 20
+
+
+def from_hub(monkeypatch, **splits):
+    fake = types.SimpleNamespace(load_dataset=lambda path, config: splits)
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    return open_corpus("hf:owner/name")
+
+
+def test_hub_splits_with_longer_names(monkeypatch):
+    one, two, three = (Table([{"text": text}] * 10) for text in "abc")
+    corpus = from_hub(monkeypatch, train=one, validation_matched=two, validation_other=three)
+    assert next(corpus.records("valid")) == {"text": "b"}
+    corpus = from_hub(monkeypatch, train=one, test_odd=two, test=three)
+    assert next(corpus.records("test")) == {"text": "c"}
+    assert next(corpus.records("valid")) == {"text": "a"}  # cut off
+
+
+def test_hub_columns_are_never_overwritten(monkeypatch):
+    row = {"text": "x", "one": {"text": "y", "n": 1}, "two": {"n": 2}, "n2": {"n2": 3}}
+    corpus = from_hub(monkeypatch, train=Table([row] * 10))
+    flat = {"text": "x", "one.text": "y", "n": 1, "two.n": 2, "n2": 3}
+    assert next(corpus.records("train")) == flat
+
+
+def test_old_versions_are_told_to_run_no_code(monkeypatch):
+    told = []
+
+    def load_dataset(path, config, trust_remote_code=None):
+        told.append(trust_remote_code)
+        return {"train": Table([{"text": "a"}] * 10)}
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    open_corpus("hf:owner/name")
+    assert told == [False]
 
 
 def test_the_hub_without_its_package_or_its_set(monkeypatch):

@@ -13,11 +13,12 @@ import torch
 
 import clearhead as ch
 from clearhead.data.batch import IGNORED, Batch
-from clearhead.training import state
+from clearhead.training import state, world
 from clearhead.training.checkpoint import fault, steps_of
 from clearhead.training.recipe import Recipe, merge
 from clearhead.training.run import open_run
 from clearhead.training.sharded import SHARDS, read_whole
+from clearhead.training.world import launch
 from processes import Result, digest, recipe, run, spawn
 from test_resume import pairs
 
@@ -138,8 +139,11 @@ def copied(folder) -> dict[str, Result]:
         "second": {"recipe": dropout, "out": out / "stopped", "resume": True},
         "killed": {"recipe": dropout, "out": out / "killed", "leave": 7},
         "again": {"recipe": dropout, "out": out / "killed", "resume": True},
-        "used": {"recipe": dropout, "out": out / "whole"},
+        "left": {"recipe": dropout, "out": out / "left", "leave": 7},
+        "by itself": {"recipe": dropout, "out": out / "left", "again": True},
+        "used": {"recipe": dropout, "out": folder / "used"},
     }
+    run(dropout, folder / "used", leave=2)  # by another launch than that of the others
     base = folder / "spawn-copied"
     base.mkdir()
     return dict(zip(plans, spawn(base, list(plans.values())), strict=True))
@@ -220,6 +224,42 @@ def test_two_processes_interrupted_are_two_that_were_not(folder, copied):
     model = ch.load(str(folder / "copied" / "whole" / "model"))
     loaded = {name: p.detach() for name, p in model.net.named_parameters()}
     assert digest(loaded) == digest(whole.weights)
+
+
+def test_one_process_that_was_started_again_takes_all_with_it(copied):
+    """Whatever each of them sees: one that began anew would leave the others waiting."""
+    assert "torchrun started this run again: it goes on." in copied["by itself"].said
+    assert copied["by itself"].losses == copied["whole"].losses[4:]
+    assert digest(copied["by itself"].weights) == digest(copied["whole"].weights)
+
+
+def test_a_launch_that_goes_on_with_other_machines_is_known_by_its_name(tmp_path, monkeypatch):
+    """torchrun does not count that as a restart."""
+    settings, out = recipe(tmp_path), tmp_path / "run"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+    run(settings, out, leave=5)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "other")
+    assert "--resume" in run(settings, out).error
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+    assert len(run(settings, out).losses) == 8
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # what torchrun says if nobody gave a name
+    assert launch() is None
+
+
+def test_processes_wait_as_long_as_the_first_may_need(monkeypatch):
+    given: dict[str, Any] = {}
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    fakes = {
+        "is_initialized": lambda: False,
+        "init_process_group": lambda backend, **more: given.update(more),
+        "get_rank": lambda: 0,
+        "get_world_size": lambda: 1,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(world.dist, name, fake)
+    monkeypatch.setattr(world.atexit, "register", lambda act: None)
+    world.World.join(torch.device("cpu"))
+    assert given["timeout"].total_seconds() >= 12 * 3600
 
 
 # --- shares: FSDP2 ---

@@ -45,9 +45,23 @@ def test_dropout_does_not_act_and_training_goes_on_afterwards(tokenizer):
     assert model.net.training
 
 
-def test_decoding_stops_where_positions_end(tokenizer):
-    model = gpt(tokenizer, max_len=10)
-    assert len(list(decode_tokens(model.net, [1, 2, 3], Sampling(100), 10))) == 7
+def test_decoding_goes_on_behind_the_last_position_with_half_of_its_context(tokenizer):
+    """As if it had been asked again with the last five tokens of ten."""
+    net = gpt(tokenizer, max_len=10).net
+    whole = list(decode_tokens(net, [1, 2, 3], Sampling(20), 10))
+    assert len(whole) == 20
+    first = list(decode_tokens(net, [1, 2, 3], Sampling(7), 10))
+    assert whole[:7] == first
+    again = list(decode_tokens(net, [1, 2, 3, *first][-5:], Sampling(5), 10))
+    assert whole[7:12] == again
+
+
+def test_an_encoder_decoder_ends_where_its_positions_do(tokenizer):
+    sizes = {"n_layers": 1, "d_model": 16, "n_heads": 2, "max_len": 10}
+    net = ch.build("transformer", vocab_size=20, seed=0, **sizes).net.eval()
+    with torch.inference_mode():
+        memory = net.encode(torch.tensor([[4, 5, 6]]))
+    assert len(list(decode_tokens(net, [0], Sampling(100), 10, memory))) == 9
 
 
 def test_a_stop_id_ends_the_text_and_is_not_part_of_it(tokenizer):

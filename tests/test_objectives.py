@@ -15,6 +15,7 @@ from clearhead.data.batches import Windows, fixed
 from clearhead.data.corpus import open_corpus
 from clearhead.data.masking import SENTINELS, Masked, Spans, hide_spans, span_counts
 from clearhead.data.objectives import OBJECTIVES, read_objective
+from clearhead.data.readers import MORE
 from clearhead.data.shards import write_store
 from clearhead.errors import ClearheadError
 from clearhead.models.heads import HeadConfig
@@ -102,10 +103,10 @@ def test_texts_are_parted_by_one_token():
     objective = read_objective("next_token")
     tokenizer = tokenizer_for(objective, "bytes")
     records = [
-        {"text": "ab", "more": True},
+        {"text": "ab", MORE: True},
         {"text": "cd"},
-        {"text": "e"},
-        {"text": "fg", "more": True},
+        {"text": "e", "more": True},  # a column of the user's own
+        {"text": "fg", MORE: True},
     ]
     ids = [i for e in objective.examples(records, tokenizer) for i in e["ids"]]
     assert tokenizer.decode(ids, special=True) == "abcd<|endoftext|>e<|endoftext|>fg"
@@ -416,6 +417,19 @@ def test_labels_of_numbers_are_in_the_order_of_numbers(tmp_path):
     assert fixed_order.prepare(corpus_of(tmp_path, records)) == fixed_order
 
 
+@pytest.mark.parametrize("missing", [None, "", "  ", float("nan")])
+def test_a_missing_label_is_no_class(tmp_path, missing):
+    records = [{"text": "x", "label": label} for label in ("a", "b", missing)]
+    with pytest.raises(ClearheadError, match="record 3 has no label"):
+        read_objective("classification").prepare(corpus_of(tmp_path, records))
+    known = read_objective({"kind": "classification", "labels": ["a", "b"]})
+    with pytest.raises(ClearheadError, match="record 3 has no label"):
+        list(known.examples(records, tokenizer_for(known)))
+    tags = [{"words": ["x", "y"], "tags": ["a", tag]} for tag in ("b", missing)]
+    with pytest.raises(ClearheadError, match=r'record 2( has no label|: "tags" has a gap)'):
+        read_objective("tagging").prepare(corpus_of(tmp_path, tags))
+
+
 def test_two_texts_have_types_and_the_longer_one_is_cut(tmp_path):
     objective = read_objective({"kind": "classification", "second": "other"})
     objective = objective.prepare(corpus_of(tmp_path, FILMS))
@@ -520,5 +534,6 @@ def test_pairs_are_twice_as_many_rows():
     batch = collated(scored, tokenizer, records)
     assert batch.targets.tolist() == [0.5, 1.0]
     assert batch.targets.dtype == torch.float32
-    with pytest.raises(ClearheadError, match="'much', which is not a number"):
-        scored.encode(records[0] | {"score": "much"}, tokenizer)
+    for score in ("much", "nan", float("inf"), None):
+        with pytest.raises(ClearheadError, match=f"{score!r}, which is not a number"):
+            scored.encode(records[0] | {"score": score}, tokenizer)

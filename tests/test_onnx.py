@@ -16,6 +16,7 @@ import torch
 
 import clearhead as ch
 import tiny
+from architectures import ROWS, randomise
 from clearhead.attention.mask import Causal, Segments
 from clearhead.attention.positions import Positions
 from clearhead.attention.softmax import Softmax, TopKConfig
@@ -278,6 +279,41 @@ def test_sound(exported):
         expected = net.decode(target, memory)
         equal(decoder(ids=target, states=states, source_mask=mask)["logits"], expected)
         follow(step, target, [4, 1, 1, 2], expected, source_mask=mask, **encoded)
+
+
+# --- the rows of the battery: what transformers computes, through our files ---
+
+
+def through(folder, case):
+    """What the files make of one call of the battery."""
+    if not (folder / "encoder.onnx").exists():
+        run = Session(folder / "model.onnx")
+        given = {"ids" if "ids" in run.inputs else "pixels": case.ours[0]}
+        given |= {"mask": torch.ones_like(case.ours[0])} if "mask" in run.inputs else {}
+        given |= {"types": case.more["types"]} if "types" in run.inputs else {}
+        (out, *_) = run(**given).values()
+        return out
+    encoder, decoder, _ = seq2seq(folder)
+    source, target = case.ours
+    given = {"mel": source} if "mel" in encoder.inputs else {"ids": source}
+    given |= {"mask": torch.ones_like(source)} if "mask" in encoder.inputs else {}
+    states = encoder(**given)["states"]
+    mask = torch.ones(states.shape[:2], dtype=torch.int64)
+    return decoder(ids=target, states=states, source_mask=mask)["logits"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [row for row in ROWS if row.name != "clip"], ids=str)
+def test_every_row_of_the_battery(row, tmp_path):
+    hf = randomise(row.make())
+    hf.save_pretrained(tmp_path / "hf")
+    if row.beside is not None:
+        row.beside(tmp_path / "hf")
+    model, case = ch.load(tmp_path / "hf", head=row.head), row.feed.whole()
+    export_onnx(model.net, model.config, tmp_path / "onnx")
+    with torch.no_grad():
+        expected = row.read(hf(**case.theirs), case)
+    equal(through(tmp_path / "onnx", case), expected)
 
 
 # --- the folder ---

@@ -267,7 +267,7 @@ def test_old_files_with_masks_and_angles_are_read(tmp_path):
         "transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8).tril(),
         "transformer.h.1.attn.masked_bias": torch.tensor(-1e4),
     }
-    ours, report = to_ours(old, p.table, p.layers, "transformer.")
+    ours, report, _ = to_ours(old, p.table, p.layers, "transformer.")
     assert set(report.dropped) == {"transformer.h.0.attn.bias", "transformer.h.1.attn.masked_bias"}
     assert "causal mask" in report.dropped["transformer.h.0.attn.bias"]
     assert set(to_theirs(ours, p.table, p.layers)) == set(p.file)

@@ -130,7 +130,7 @@ def both(norm_first: bool, activation: str = "relu") -> tuple[Theirs, nn.Module]
 
 def check_gradients(theirs: Theirs, net: nn.Module) -> None:
     gradients = {name: p.grad for name, p in theirs.named_parameters()}
-    expected, _ = to_ours(gradients, key_table(), LAYERS)
+    expected, _, _ = to_ours(gradients, key_table(), LAYERS)
     got = {name: p.grad for name, p in net.named_parameters()}
     assert set(got) == set(expected)
     for name, gradient in got.items():

@@ -338,7 +338,7 @@ API: dict[str, str] = {
     "Model.stream": "(self, prompt, **settings)",
     "Model.chat": "(self, messages, **settings)",
     "Model.embed": "(self, texts)",
-    "Model.translate": "(self, texts, beams=1, length_penalty=1.0, max_new_tokens=None, "
+    "Model.translate": "(self, texts, beams=None, length_penalty=None, max_new_tokens=None, "
     "batch_tokens=4096)",
     "Model.score": "(self, text, source=None)",
     "Model.classify": "(self, texts)",

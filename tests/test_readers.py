@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import datetime
 import gzip
+import io
 import json
 import os
 import pickle
@@ -12,9 +15,9 @@ import zipfile
 import pytest
 
 from clearhead.data import files as files_module
-from clearhead.data import readers
+from clearhead.data import readers, tables
 from clearhead.data.files import File, find_files
-from clearhead.data.readers import languages, open_files, open_parallel, open_texts
+from clearhead.data.readers import MORE, languages, open_files, open_parallel, open_rows, open_texts
 from clearhead.errors import ClearheadError
 
 
@@ -24,6 +27,14 @@ def put(folder, name: str, content: str | bytes) -> File:
     data = content.encode() if isinstance(content, str) else content
     path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
     return File(path)
+
+
+def zipped(members: dict[str, str | bytes], packing: int = zipfile.ZIP_DEFLATED) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", packing) as archive:
+        for name, content in members.items():
+            archive.writestr(zipfile.ZipInfo(name), content, packing)
+    return file.getvalue()
 
 
 def read(path) -> list[dict]:
@@ -47,8 +58,8 @@ def test_long_texts_come_in_pieces_that_end_with_lines(tmp_path, monkeypatch):
     records = read(tmp_path)
     assert "".join(record["text"] for record in records) == text + "short"
     assert all(len(record["text"]) <= 10 for record in records)
-    assert records[0] == {"text": "one two\n", "more": True}
-    assert [r["text"] for r in records if not r.get("more")] == ["nine\n", "short"]
+    assert records[0] == {"text": "one two\n", MORE: True}
+    assert [r["text"] for r in records if not r.get(MORE)] == ["nine\n", "short"]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 1000])
@@ -103,6 +114,24 @@ def test_gzip_and_zip_are_read_where_they_lie(tmp_path):
     assert sorted(tmp_path.parent.rglob("*")) == before
 
 
+def test_a_zip_of_many_files_is_opened_once(tmp_path, monkeypatch):
+    opened = []
+
+    class Counted(files_module._Archive):
+        def __init__(self, path):
+            opened.append(path)
+            super().__init__(path)
+
+    monkeypatch.setattr(files_module, "_Archive", Counted)
+    path = tmp_path / "z.zip"
+    path.write_bytes(zipped({f"{n:03}.txt": f"text {n}" for n in range(200)} | {"empty.txt": ""}))
+    stream = open_files(find_files(path), "z")
+    assert [r["text"] for r in stream] == [f"text {n}" for n in range(200)]
+    assert opened == [path]
+    path.write_bytes(zipped({"a.txt": "another"}))  # what is kept is not shown for a new file
+    assert read(path) == [{"text": "another"}]
+
+
 def test_packed_and_plain_have_one_fingerprint_and_other_text_another(tmp_path):
     plain = open_texts([put(tmp_path, "a.txt", "same")]).fingerprint
     assert open_texts([put(tmp_path, "b.txt.gz", "same")]).fingerprint == plain
@@ -153,6 +182,18 @@ def test_json_lists_are_read_item_by_item(tmp_path, monkeypatch, block):
     assert read(tmp_path / "a.json") == items
 
 
+def test_what_waits_is_not_copied_for_every_item_of_a_json_list():
+    scan = tables._Scan(iter([json.dumps(list(range(50)))]))
+    assert scan.mark() == "["
+    text = scan.text
+    for number in range(50):
+        scan.at += 1
+        scan.mark()
+        assert scan.item("here") == number
+        assert scan.mark() == ("," if number < 49 else "]")
+        assert scan.text is text
+
+
 def test_csv_has_quotes_and_tsv_has_none(tmp_path):
     put(tmp_path, "a.csv", 'text,label\n"two\nlines, ""quoted""",1\n\nplain,2\n')
     put(tmp_path, "b.csv", "text;label\na,b;1\n")
@@ -165,7 +206,19 @@ def test_csv_has_quotes_and_tsv_has_none(tmp_path):
 
 def test_a_long_field_is_no_error(tmp_path):
     put(tmp_path, "a.csv", f"text,label\n{'long ' * 50_000},1\n")
-    assert len(read(tmp_path / "a.csv")[0]["text"]) == 250_000
+    before = csv.field_size_limit()
+    stream = iter(open_files(find_files(tmp_path / "a.csv"), "a"))
+    assert len(next(stream)["text"]) == 250_000
+    assert csv.field_size_limit() == before  # it is the whole process's
+
+
+def test_the_fingerprint_of_rows_is_the_same_in_every_process():
+    def rows(*values):
+        return open_rows(lambda: iter([{"text": "a", "other": v} for v in values]), "r").fingerprint
+
+    assert rows(object()) == rows(object())  # their addresses differ
+    assert rows(b"a") != rows(b"b")
+    assert rows(datetime.date(2000, 1, 1)) != rows(datetime.date(2000, 1, 2))
 
 
 def test_tables_of_a_folder_follow_each_other(tmp_path):
@@ -230,6 +283,10 @@ BAD = {
     "torn.json": (b'[{"a": 1}, {"a": ', "item 2 is not JSON"),
     "behind.json": (b'[{"a": 1}] x', "goes on behind"),
     "number.json": (b'[{"a": 1}, 3]', "item 2 is 3"),
+    "comma.json": (b'[{"a": 1} {"a": 2}]', "behind item 1 stands '{', but a comma"),
+    "commas.json": (b'[{"a": 1},, {"a": 2}]', "item 2 is not JSON"),
+    "last.json": (b'[{"a": 1},]', "item 2 is not JSON"),
+    "open.json": (b'[{"a": 1}', "behind item 1 the file ends"),
     "wide.csv": (b"a,b\n1,2\n1,2,3\n", r"line 3 has 3 columns, but the header has 2 \(a, b\)"),
     "narrow.tsv": (b"a\tb\n1\n", "line 2 has 1 columns"),
     "twice.csv": (b"a,a\n1,2\n", "'a' stands there twice"),
@@ -273,6 +330,45 @@ def test_bombs_are_not_unpacked(tmp_path, monkeypatch, name):
             archive.writestr("a.txt", zeros)
     with pytest.raises(ClearheadError, match="200 times its size"):
         read(tmp_path / name)
+
+
+def test_the_bound_is_on_all_members_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(files_module, "FREE", 2**20)
+    inner = gzip.compress(b" " * 700_000)
+    path = tmp_path / "two.zip"
+    path.write_bytes(zipped({"a.txt.gz": inner}))
+    assert len(read(path)[0]["text"]) == len(read(path)[0]["text"]) == 700_000
+    path.write_bytes(zipped({"a.txt.gz": inner, "b.txt.gz": inner}))
+    with pytest.raises(ClearheadError, match=r"^\S+: b.txt.gz unpacks to more than 200 times"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    "packing", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA]
+)
+def test_no_byte_of_a_zip_can_raise_anything_else(tmp_path, packing):
+    whole = zipped({"a.txt": "some text", "b.txt.gz": gzip.compress(b"more")}, packing)
+    refused = 0
+    for place in range(len(whole)):
+        for value in {0xFF, whole[place] ^ 1}:
+            path = tmp_path / "z.zip"
+            path.write_bytes(whole[:place] + bytes([value]) + whole[place + 1 :])
+            os.utime(path, ns=(0, place * 256 + value))
+            try:
+                read(path)
+            except ClearheadError:
+                refused += 1
+    assert refused > len(whole) / 2
+    for length in range(0, len(whole), 3):
+        (tmp_path / "torn.zip").write_bytes(whole[:length])
+        with pytest.raises(ClearheadError):
+            read(tmp_path / "torn.zip")
+
+
+def test_a_member_that_is_not_there(tmp_path):
+    (tmp_path / "z.zip").write_bytes(zipped({"a.txt": "x"}))
+    with pytest.raises(ClearheadError, match=r"z\.zip: b\.txt cannot be read"):
+        list(File(tmp_path / "z.zip", "b.txt").lines())
 
 
 def test_missing_things_name_their_neighbours(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 
 import pytest
@@ -88,6 +89,37 @@ def test_classes_do_not_depend_on_the_batch(tokenizer, name):
     logits = model.net(torch.tensor([tokenizer.encode("the cat")]))[0]
     assert next(iter(found[0])) == LABELS[int(logits.argmax())]
     assert found[0]["odd"] == pytest.approx(float(logits.softmax(0)[2]), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_of_a_long_pair_both_texts_count(tokenizer, name):
+    model = made(tokenizer, name, head={"kind": "classification", "n_labels": 3}, max_len=24)
+    one, other = (model.classify((TEXT * 3, second)) for second in ("the dog", "a log"))
+    assert one != pytest.approx(other, rel=1e-4)
+    assert model.classify((TEXT * 3, "the dog")) == model.classify((TEXT * 4, "the dog"))
+    first, same = (model.classify((start, TEXT * 3)) for start in ("the dog", "a log"))
+    assert first != pytest.approx(same, rel=1e-4)
+
+
+def test_several_labels_may_be_true(tokenizer, tmp_path):
+    head = {"kind": "classification", "n_labels": 3, "true": "several"}
+    model = made(tokenizer, "bert", head=head)
+    logits = model.net(torch.tensor([tokenizer.encode("the cat")]))[0]
+    expected = dict(zip("012", logits.sigmoid().tolist(), strict=True))
+    assert model.classify("the cat") == pytest.approx(expected, rel=1e-4)
+    model.save(tmp_path / "own")
+    ch.export(model, tmp_path / "hf")
+    for folder in ("own", "hf"):
+        found = ch.load(tmp_path / folder).classify("the cat")
+        named = {name.removeprefix("LABEL_"): value for name, value in found.items()}
+        assert named == pytest.approx(expected, rel=1e-4)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["problem_type"] == "multi_label_classification"
+    measured = config | {"problem_type": "regression"}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(measured))
+    found = ch.load(tmp_path / "hf").classify("the cat")
+    expected = {f"LABEL_{i}": float(logit) for i, logit in enumerate(logits)}
+    assert found == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_head_with_one_output_measures(tokenizer):

@@ -2,7 +2,7 @@
 
 CLEARHEAD_WEIGHTS is a folder as `get-weights` lays it out (minilm/ stories15m/ whisper/ smollm2/;
 beside Whisper's file gpt2.tiktoken), CLEARHEAD_DATA one with data sets (stsb/ jfk/). Without them
-these tests are skipped.
+these tests are skipped, or fail where CLEARHEAD_REQUIRE is set.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 import clearhead as ch
+from clearhead.measure.scores import spearman
 from clearhead.media.audio import read_audio
 
 PUBLISHED_SPEARMAN = 0.8203
@@ -30,12 +30,22 @@ SPEECH = (
 
 def under(variable: str, *names: str) -> Path:
     """A file below the folder that a variable names, or a skip that says what is missing."""
+    missing = pytest.fail if os.environ.get("CLEARHEAD_REQUIRE") else pytest.skip
     if not os.environ.get(variable):
-        pytest.skip(f"{variable} is not set: see the top of this file")
+        missing(f"{variable} is not set: see the top of this file")
     path = Path(os.environ[variable]).joinpath(*names)
     if not path.exists():
-        pytest.skip(f"{path} is not there: see the top of this file")
+        missing(f"{path} is not there: see the top of this file")
     return path
+
+
+@pytest.mark.parametrize("required", [False, True])
+def test_what_is_missing_fails_where_it_is_required(required, tmp_path, monkeypatch):
+    monkeypatch.setenv("CLEARHEAD_REQUIRE", "1" if required else "")
+    monkeypatch.setenv("CLEARHEAD_WEIGHTS", str(tmp_path))
+    outcome = pytest.fail.Exception if required else pytest.skip.Exception
+    with pytest.raises(outcome, match="is not there"):
+        under("CLEARHEAD_WEIGHTS", "minilm")
 
 
 # --- MiniLM ---
@@ -52,27 +62,11 @@ def sentence_pairs() -> tuple[list[str], list[str], list[float]]:
     return [row[0] for row in rows], [row[1] for row in rows], [float(row[2]) for row in rows]
 
 
-def ranks(values: Tensor) -> Tensor:
-    """1, 2, 3, ... in order of size; equal values share the mean of their ranks."""
-    _, place, count = values.unique(return_inverse=True, return_counts=True)
-    last = count.cumsum(0).double()
-    return (last - (count - 1) / 2)[place]
-
-
-def spearman(a: Tensor, b: Tensor) -> float:
-    return float(torch.corrcoef(torch.stack((ranks(a), ranks(b))))[0, 1])
-
-
-def test_ranks_average_ties():
-    assert ranks(torch.tensor([3.0, 1.0, 3.0, 2.0])).tolist() == [3.5, 1.0, 3.5, 2.0]
-    assert spearman(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 8.0, 27.0])) == 1.0
-
-
 def test_minilm_ranks_sentence_pairs_as_published(minilm):
     first, second, scores = sentence_pairs()
     assert len(scores) == 1379
     similarity = (minilm.embed(first) * minilm.embed(second)).sum(dim=1)
-    got = spearman(similarity.double(), torch.tensor(scores, dtype=torch.float64))
+    got = spearman(scores, similarity.tolist())
     assert got == pytest.approx(PUBLISHED_SPEARMAN, abs=1e-4)
 
 

@@ -6,21 +6,29 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from clearhead.errors import ClearheadError
-from clearhead.recipes import recipe_names, recipe_text
-from clearhead.training.recipe import SECTIONS, Recipe, merge
-from clearhead.training.run import read_recipe
+from clearhead.measure.roofs import Report, Roofs, Torch
+from clearhead.recipes import recipe_header, recipe_names, recipe_text
+from clearhead.training import budget, machine, room
+from clearhead.training.budget import Speed, decide
+from clearhead.training.figures import check_metric
+from clearhead.training.job import prepare
+from clearhead.training.recipe import SECTIONS, MachineConfig, Recipe, merge
+from clearhead.training.run import open_run, read_recipe
 
 PROMISED = [
     "add",
     "copy",
     "dates",
+    "dates-de",
     "fra-eng",
     "manual",
     "mlm",
     "multi30k-de-en",
     "multi30k-en-de",
+    "multi30k-en-de-long",
     "multi30k-en-fr",
     "reverse",
     "shakespeare",
@@ -46,6 +54,7 @@ def test_a_recipe_says_its_command_its_minutes_and_its_figure(name):
     assert re.fullmatch(rf"# clearhead train {name}( --from \S+)?", first)
     assert re.fullmatch(r"# \d+ minutes? on two cores", second)
     assert third.startswith("# ")
+    assert recipe_header(name).about
     recipe = read_recipe(name, {})
     if recipe.eval.expect is None:
         assert "not measured yet" in third
@@ -120,17 +129,178 @@ def test_files_that_are_no_recipe(tmp_path: Path):
         ("b.csv", "text,label\n" + "good,yes\nbad,no\n" * 30, "classification"),
         ("c.tsv", "en\tfr\n" + "the cat\tle chat\n" * 30, "seq2seq"),
         ("d.jsonl", '{"text": "hello there"}\n' * 50, "next_token"),
+        ("e.jsonl", '{"id": 3, "text": "hello there"}\n' * 50, "next_token"),
     ],
 )
 def test_a_recipe_is_guessed_from_a_file(tmp_path: Path, name, content, kind):
     (tmp_path / name).write_text(content)
     recipe = read_recipe(tmp_path / name, {"train.steps": 7})
     assert recipe.data.objective.kind == kind
+    check_metric(recipe.eval.metric, kind)
     assert recipe.train.steps == 7
     assert recipe.name == name[0]
+
+
+@pytest.mark.parametrize(
+    ("columns", "read"),
+    [
+        ("id,text,label", ("text", "label")),
+        ("label,idx,review", ("review", "label")),
+        ("title,text,label", ("text", "label")),
+        ("text,label,fine", ("text", "label")),
+        ("premise,hypothesis,label", ("premise", "hypothesis", "label")),
+        ("pairID,sentence1,sentence2,label", ("sentence1", "sentence2", "label")),
+        ("id,text", ("text",)),
+        ("text,author", ("text",)),
+        ("id,en,de", ("en", "de")),
+        ("en,id", ("en", "id")),
+    ],
+)
+def test_the_columns_that_are_read(tmp_path: Path, columns, read):
+    """An id is not a text, but Indonesian is."""
+    names = columns.split(",")
+    rows = [",".join(_cell(name, names, i) for name in names) for i in range(20)]
+    (tmp_path / "a.csv").write_text("\n".join([columns, *rows]))
+    assert read_recipe(tmp_path / "a.csv").data.objective.columns == read
+
+
+@pytest.mark.parametrize("columns", ["title,body,label", "en,de,fr", "id,review", "id,label"])
+def test_columns_that_could_be_read_in_more_than_one_way(tmp_path: Path, columns):
+    names = columns.split(",")
+    rows = [",".join(_cell(name, names, i) for name in names) for i in range(20)]
+    (tmp_path / "a.csv").write_text("\n".join([columns, *rows]))
+    with pytest.raises(ClearheadError, match=rf"{', '.join(names)}.*data\.objective"):
+        read_recipe(tmp_path / "a.csv")
+    said = {"data.objective": {"kind": "classification", "text": names[0], "label": names[1]}}
+    objective = read_recipe(tmp_path / "a.csv", said).data.objective
+    assert objective.columns == (names[0], names[1])
+
+
+def _cell(name: str, names: list[str], i: int) -> str:
+    """An id where the column is one of ids, else words."""
+    ids = ("id", "idx", "pairID")
+    return str(i) if name in ids and names != ["en", "id"] else f"some words {i}"
+
+
+@pytest.mark.parametrize(
+    ("objective", "family", "metric", "said"),
+    [
+        ("seq2seq", "transformer", "blue", 'Did you mean "bleu"'),
+        ("seq2seq", "transformer", "accuracy", "It has: loss, perplexity, bleu"),
+        ("next_token", "gpt2", "bleu", "bits_per_character"),
+    ],
+)
+def test_a_figure_that_nobody_measures_is_refused(objective, family, metric, said, tmp_path):
+    (tmp_path / "a.txt").write_text("some text " * 50)
+    source = "reverse" if objective == "seq2seq" else str(tmp_path / "a.txt")
+    sizes = {"n_layers": 1, "d_model": 16, "n_heads": 2, "max_len": 32}
+    recipe = read_recipe(
+        {
+            "data": {"source": source, "objective": objective},
+            "model": {"family": family, **sizes},
+            "eval": {"metric": metric},
+        }
+    )
+    with pytest.raises(ClearheadError, match=re.escape(said)):
+        prepare(recipe)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_the_figure_of_a_recipe_is_measured(name):
+    recipe = read_recipe(name)
+    check_metric(recipe.eval.metric, recipe.data.objective.kind)
+
+
+def test_noam_has_the_models_width_and_the_rate_of_the_formula(tmp_path, monkeypatch):
+    monkeypatch.setenv("CLEARHEAD_CACHE", str(tmp_path))
+    table = TINY | {"data": {"source": "reverse:longest=4", "objective": "seq2seq"}}
+    recipe = prepare(read_recipe(table, {"optim.schedule": "noam", "optim.warmup": 10})).recipe
+    assert recipe.optim.lr == 1.0
+    assert recipe.optim.schedule.d_model == 16
+    assert Recipe.from_dict(recipe.to_dict(), recipe.name) == recipe
+    assert recipe.optim.schedule.factor(10, 100, 10) == pytest.approx((16 * 10) ** -0.5)
+    by_hand = {"optim.schedule": {"kind": "noam", "d_model": 512}, "optim.lr": 2.0}
+    recipe = prepare(read_recipe(table, by_hand)).recipe
+    assert (recipe.optim.lr, recipe.optim.schedule.d_model) == (2.0, 512)
+    tuned = read_recipe(table, {"model.from": "somewhere", "optim.schedule": "noam"})
+    assert tuned.optim.lr == 1.0
+
+
+def test_a_type_of_numbers_that_ends_the_program_is_refused(monkeypatch):
+    """A child process tries it: here it dies, as on processors that promise too much."""
+    asked = []
+
+    def dies(probes):
+        asked.append(probes)
+        torch_here = Torch("2.13.0", 2, "AVX512", ("cpu",), cuda_build=False, cuda_bf16=False)
+        return Report(torch_here, Roofs(), died_in=probes[0], reason="Illegal instruction")
+
+    monkeypatch.setattr(room, "measure", dies)
+    cpu = torch.device("cpu")
+    for precision in ("bf16", "fp16"):
+        with pytest.raises(ClearheadError, match=f"A {precision} matrix product ends the program"):
+            room.check_precision(MachineConfig(precision=precision), cpu)
+    assert asked == [("bf16",), ("fp16",)]
+    room.check_precision(MachineConfig(), cpu)
+    room.check_precision(MachineConfig(precision="bf16"), torch.device("cuda"))
+    assert len(asked) == 2
+    with pytest.raises(ClearheadError, match="Stay with fp32"):
+        open_run(read_recipe(TINY, {"train.machine.precision": "bf16"}), None)
+
+
+@pytest.mark.parametrize(("every", "evaluation"), [(10, 1.0), (500, 1.0), (500, 0.01)])
+def test_a_budget_counts_the_checkpoints_that_are_made(every, evaluation):
+    changes = {"train.minutes": 5, "train.eval_every": 50, "train.checkpoint_every": every}
+    speed = Speed(0.1, evaluation, 2.0, 3.0)
+    train = decide(read_recipe(TINY, changes), speed, 300).train
+    saved = -(-train.steps // train.checkpoint_every)
+    evaluated = -(-train.steps // train.eval_every)
+    seconds = 3 + 0.1 * train.steps + evaluation * evaluated + 2 * saved
+    assert 0.93 * 300 < seconds <= 300
+
+
+def test_a_budget_says_that_measuring_comes_on_top(monkeypatch, tmp_path):
+    monkeypatch.setenv("CLEARHEAD_CACHE", str(tmp_path))
+    monkeypatch.setattr(budget, "measure_speed", lambda job, seconds: Speed(0.2, 0.1, 0.0, 0.0))
+    for metric, more in (("loss", ""), ("bleu", ", plus measuring bleu at the end")):
+        table = TINY | {"data": {"source": "reverse:longest=4", "objective": "seq2seq"}}
+        job = prepare(read_recipe(table, {"train.minutes": 1, "eval.metric": metric}))
+        _, said = budget.fit_budget(job)
+        assert re.search(r"evaluated every \d+(.*)$", said)[1] == more
+
+
+@pytest.mark.parametrize(("batch", "same"), [(64, "of the same"), (67, "of nearly the same")])
+def test_a_batch_that_does_not_fit_names_one_that_does(monkeypatch, tmp_path, batch, same):
+    monkeypatch.setenv("CLEARHEAD_CACHE", str(tmp_path))
+    table = TINY | {"data": {"source": "reverse:longest=4", "objective": "seq2seq"}}
+    job = prepare(read_recipe(table, {"train.batch": batch}))
+    need = room.predict_need(job, torch.device("cpu"))
+    free = int((need.state + 33 * need.row) / room.MARGIN)
+    monkeypatch.setattr(room, "free_memory", lambda device: free)
+    with pytest.raises(ClearheadError, match=f"is a step {same} size") as refused:
+        room.check_room(job, torch.device("cpu"))
+    rows, parts = re.findall(r"train.(?:batch|accumulate)=(\d+)", str(refused.value))
+    assert (int(rows) * int(parts) == batch) == (same == "of the same")
 
 
 def test_a_file_that_says_nothing_about_its_use_is_refused(tmp_path: Path):
     (tmp_path / "x.csv").write_text("number\n1\n2\n3\n4\n5\n6\n7\n8\n9\n10\n11\n")
     with pytest.raises(ClearheadError, match=r"data\.objective"):
         read_recipe(tmp_path / "x.csv")
+
+
+def test_the_device_is_the_one_that_doctor_advises(monkeypatch):
+    found = ["cpu", "cuda:0 (Some GPU)", "cuda:1 (Some GPU)"]
+    for devices, wanted in ((found, "cuda"), (["cpu", "mps"], "mps"), (["cpu"], "cpu")):
+        monkeypatch.setattr(machine, "find_devices", lambda devices=devices: devices)
+        picked = machine.pick_device(MachineConfig())
+        assert picked == torch.device(wanted)
+        assert picked.index is None  # each process takes its own
+
+
+def test_the_choice_of_numbers_has_a_reason():
+    cpu = torch.device("cpu")
+    said = machine.describe_choice(MachineConfig(), cpu)
+    assert re.fullmatch(r"fp32 \(exact; .*doctor.*\), not compiled: .*", said)
+    said = machine.describe_choice(MachineConfig(precision="bf16", compile=True), cpu)
+    assert said == "bf16 (as set), compiled first"

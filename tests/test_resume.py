@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,8 +22,10 @@ from clearhead.errors import ClearheadError
 from clearhead.training import state
 from clearhead.training.checkpoint import MANIFEST, fault, newest, steps_of
 from clearhead.training.folder import RunFolder
+from clearhead.training.guard import IN_A_ROW, Guard
 from clearhead.training.recipe import Recipe
 from clearhead.training.run import open_run
+from clearhead.training.summary import summarise
 from processes import digest, recipe, run
 
 
@@ -77,7 +80,12 @@ CHANGES: dict[str, Any] = {
     "last": {"train.average": {"kind": "last", "count": 3}, "train.checkpoint_every": 3},
     "muon": {"optim.name": "muon", "optim.lr": 0.02},
     "adam": {"optim.name": "adam"},
-    "patience": {"train.patience": 2, "train.eval_every": 2},
+    "patience": {  # the best evaluation is that of step 6, the last that of step 9
+        "optim.lr": 0.3,
+        "optim.warmup": 1,
+        "train.patience": 3,
+        "train.eval_every": 1,
+    },
     "fp16": {"train.machine.precision": "fp16"},
     "recompute": {"train.machine.recompute": True},
     "layer decay and freezing": {"optim.layer_decay": 0.8, "optim.freeze": ["embed.*"]},
@@ -104,9 +112,8 @@ def assert_same(parts: list[processes.Result], whole: processes.Result) -> None:
 @pytest.mark.parametrize("name", CHANGES)
 def test_asked_to_stop_and_taken_up_is_the_same_run(tmp_path, name):
     settings = changed(tmp_path, name)
-    whole = run(settings)
-    if name == "last":  # an average of checkpoints needs a folder
-        whole = run(settings, tmp_path / "whole")
+    kept = name in ("last", "patience")  # weights of earlier steps need a folder
+    whole = run(settings, tmp_path / "whole" if kept else None)
     first = run(settings, tmp_path / "run", stop=5)
     assert first.stopped == "it was asked for"
     assert len(first.losses) == 5
@@ -121,7 +128,7 @@ def test_asked_to_stop_and_taken_up_is_the_same_run(tmp_path, name):
 @pytest.mark.parametrize("name", ["dropout", "ema", "muon", "accumulation", "patience"])
 def test_killed_between_checkpoints_and_taken_up_is_the_same_run(tmp_path, name):
     settings = changed(tmp_path, name)
-    whole = run(settings)
+    whole = run(settings, tmp_path / "whole" if name == "patience" else None)
     killed = run(settings, tmp_path / "run", leave=7)
     assert len(killed.losses) == 7
     again = run(settings, tmp_path / "run", resume=True)
@@ -132,14 +139,63 @@ def test_killed_between_checkpoints_and_taken_up_is_the_same_run(tmp_path, name)
     assert [line["loss"] for line in lines] == whole.losses
 
 
-def test_a_run_without_patience_left_is_over_when_taken_up(tmp_path):
-    settings = recipe(tmp_path, **{"optim.lr": 3.0, "train.patience": 1, "train.eval_every": 2})
-    whole = run(settings, tmp_path / "run")
-    assert "brought nothing better" in whole.stopped
-    assert len(whole.losses) < 12
-    again = run(settings, tmp_path / "run", resume=True)
+@pytest.mark.parametrize("average", [{}, CHANGES["ema"]], ids=["plain", "ema"])
+def test_patience_gives_the_best_weights_and_can_be_given_more(tmp_path, average):
+    settings = recipe(tmp_path, **CHANGES["patience"], **average)
+    folder = RunFolder(tmp_path / "run")
+    trainer = open_run(Recipe.from_dict(settings), folder)
+    for step in trainer.steps():
+        now = trainer.ema.weights if trainer.ema else state._tensors(trainer.net)
+        now = {name: tensor.clone() for name, tensor in now.items()}
+        if any(getattr(event, "best", False) for event in step.events):
+            best = now
+    assert trainer.done == 9
+    assert not trainer.interrupted  # it ended by itself
+    given = {name: p.detach() for name, p in trainer.finish().net.named_parameters()}
+    assert digest(given) == digest(best) != digest(now)
+    again = run(settings, folder.path, resume=True)
     assert again.losses == []
-    assert again.weights  # and its model is the best one
+    assert digest(again.weights) == digest(best)
+    for _ in range(2):  # also if it is killed before it saves
+        longer = open_run(None, folder, resume=True, steps=24)
+        assert (longer.waited, longer.done) == (0, 9)
+    assert next(longer.steps()).number == 10
+
+
+@pytest.mark.parametrize("name", ["last", "patience"])
+def test_weights_of_earlier_steps_are_not_promised_without_a_folder(tmp_path, name):
+    assert "which are kept in a run's folder: name one (out=)" in run(changed(tmp_path, name)).error
+    both = recipe(tmp_path, **CHANGES["patience"], **CHANGES["last"])
+    assert "leave one of them away" in run(both, tmp_path / "run").error
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_time_of_the_step_that_saves_is_in_the_checkpoint(tmp_path):
+    run(recipe(tmp_path), tmp_path / "run", leave=5)
+    saved = json.loads((tmp_path / "run" / "checkpoints" / "step-4" / "state.json").read_text())
+    logged = {line["step"]: line for line in RunFolder(tmp_path / "run").metrics()}
+    assert saved["seconds"] == pytest.approx(logged[4]["seconds"], abs=1e-3)
+
+
+def test_a_large_seed_has_dice_and_a_large_dropout_too(tmp_path):
+    assert len(run(recipe(tmp_path, **{"train.seed": 2**62, "train.steps": 2})).losses) == 2
+    assert len(run(recipe(tmp_path, **{"model.dropout": 0.999999, "train.steps": 2})).losses) == 2
+
+
+def compiler() -> str | None:
+    return shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compiler() is None, reason="torch.compile needs a C++ compiler")
+def test_a_compiled_run_is_the_plain_one(tmp_path):
+    """In a process of its own: what checks shapes in the tests cannot be compiled."""
+    short = {"model.dropout": 0.0, "train.steps": 4, "train.eval_every": 2}
+    one = run(recipe(tmp_path, **short))
+    compiled = recipe(tmp_path, **short, **{"train.machine.compile": True})
+    (two,) = processes.spawn(tmp_path, [{"recipe": compiled}], processes=1)
+    assert two.losses == pytest.approx(one.losses, abs=1e-4)
+    assert two.valid == pytest.approx(one.valid, abs=1e-4)
 
 
 def test_the_random_state_of_the_caller_is_left_alone(tmp_path):
@@ -246,6 +302,61 @@ def test_the_first_bad_layer_is_named(tmp_path):
         ClearheadError, match=r"are in stack\.blocks\.0\.ffn\.out_proj\.weight \(its weights\)"
     ):
         list(trainer.steps())
+
+
+@pytest.mark.parametrize("name", ["embed", "stack.blocks.0", "stack.blocks.1"])
+def test_a_gradient_that_alone_is_bad_is_traced_to_its_layer(tmp_path, name):
+    """Everything before it is bad as well, and clipping must not spoil what is behind it."""
+    trainer = open_run(Recipe.from_dict(recipe(tmp_path, **{"train.accumulate": 2})), None)
+    layer = trainer.net.get_submodule(name)
+    layer.register_forward_hook(lambda module, given, out: spoilt(out))
+    with pytest.raises(ClearheadError, match=rf"are in {name}\.\S+ \(its gradient\)"):
+        list(trainer.steps())
+
+
+def spoilt(out: torch.Tensor) -> torch.Tensor:
+    """The same, with a gradient that is not a number."""
+    if out.requires_grad:
+        out.register_hook(lambda grad: grad * math.nan)
+    return out
+
+
+def test_the_bad_layer_may_be_found_in_any_batch_of_a_step(tmp_path):
+    trainer = open_run(Recipe.from_dict(recipe(tmp_path, **{"train.accumulate": 2})), None)
+    calls = iter(range(10**6))
+
+    def second(module: Any, given: Any, out: torch.Tensor) -> torch.Tensor:
+        return out * math.nan if next(calls) % 2 else out
+
+    trainer.net.stack.blocks[0].register_forward_hook(second)
+    with pytest.raises(ClearheadError, match=r"are in stack\.blocks\.0 \(its output\)"):
+        list(trainer.steps())
+
+
+def test_fp16_may_look_for_its_scale_as_long_as_it_needs(tmp_path):
+    trainer = open_run(Recipe.from_dict(changed(tmp_path, "fp16")), None)
+    trainer.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    skipped = [step.number for step in trainer.steps() if "fp16 cannot hold" in str(step.events)]
+    assert len(skipped) > IN_A_ROW
+    assert trainer.guard.row == 0
+    guard = Guard()
+    assert guard.fault(2.0, math.inf, scale=1.0)
+    assert guard.fault(math.nan, math.inf, scale=8.0)
+    assert guard.row == 2
+
+
+def test_what_is_no_number_is_null_in_the_figures(tmp_path):
+    run(recipe(tmp_path), tmp_path / "run", poison=(3,), leave=6)
+    run(recipe(tmp_path), tmp_path / "run", resume=True, poison=(3,))
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    read = [json.loads(line, parse_constant=refuse) for line in lines]
+    assert [line["loss"] for line in read if line["step"] == 3] == [None]
+    (third,) = (line for line in RunFolder(tmp_path / "run").metrics() if line["step"] == 3)
+    assert math.isnan(third["loss"])
 
 
 # --- checkpoints that are not whole ---
@@ -359,14 +470,87 @@ def test_an_average_of_checkpoints_keeps_those_it_needs(tmp_path):
     assert [step for step, _ in steps_of(runs)] == [12, 10, 8, 6]
 
 
+def test_what_kills_left_of_models_is_cleared_away(tmp_path):
+    """If the old model was moved and the new one not yet in its place, the old one is back."""
+    settings = changed(tmp_path, "patience")
+    run(settings, tmp_path / "run", leave=6)
+    out = tmp_path / "run"
+    before = (out / "best" / "model.safetensors").read_bytes()
+    (out / "best").rename(out / ".best-abcdefgh-old")
+    (out / ".best-abcdefgh").mkdir()
+    (out / ".model-12345678").mkdir()
+    open_run(None, RunFolder(out), resume=True)
+    assert (out / "best" / "model.safetensors").read_bytes() == before
+    assert not [*out.glob(".best-*"), *out.glob(".model-*")]
+
+
+@pytest.mark.parametrize("where", ["lock", "write_recipe", "write", "keep_tokenizer"])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_kill_while_a_run_begins_leaves_what_can_go_on(tmp_path, monkeypatch, where, late):
+    settings, folder = recipe(tmp_path), RunFolder(tmp_path / "run")
+    real = getattr(RunFolder, where)
+
+    def killed(self: RunFolder, *given: Any) -> None:
+        if late:
+            real(self, *given)
+        else:
+            (self.path / ".recipe.yaml.new").write_text("half")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RunFolder, where, killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(settings, folder.path)
+    again = run(settings, folder.path, resume=folder.begun)
+    assert digest(again.weights) == digest(run(settings).weights)
+    assert folder.tokenizer() is not None
+
+
+# --- two at a time ---
+
+HOLDER = """
+import sys
+from clearhead.training.folder import RunFolder
+RunFolder(sys.argv[1]).lock()
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="nothing is locked on Windows")
+def test_a_run_is_trained_by_one_process_at_a_time(tmp_path):
+    settings, out = recipe(tmp_path), tmp_path / "run"
+    run(settings, out, leave=6)
+    assert summarise(out).state == "stopped"
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(out)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with other:
+        assert other.stdout.readline() == "locked\n"
+        said = run(settings, out, resume=True).error
+        assert f"this run is training already, in process {other.pid}" in said
+        assert summarise(out).state == "running"
+        other.kill()
+    assert summarise(out).state == "stopped"
+    assert len(run(settings, out, resume=True).losses) == 8
+
+
 # --- what must not be taken up ---
 
 
-def test_a_run_whose_data_changed_is_not_taken_up(tmp_path):
-    settings = recipe(tmp_path)
+@pytest.mark.parametrize("where", ["everywhere", "end", "target"])
+def test_a_run_whose_data_changed_is_not_taken_up(tmp_path, where):
+    settings = recipe(tmp_path, **(pairs(tmp_path) if where == "target" else {}))
     run(settings, tmp_path / "run", leave=6)
-    source = Path(settings["data"]["source"])
-    source.write_text(source.read_text().replace("cat", "act"))
+    source = Path(settings["data"]["source"].split(",")[-1])
+    text = source.read_text()
+    source.write_text(text.replace("cat", "act") if where != "end" else text[:-8] + text[:8])
+    if where == "target":
+        source.write_text(text[:-4] + "far\n")
+    assert source.read_text() != text
     assert "on other data" in run(settings, tmp_path / "run", resume=True).error
 
 

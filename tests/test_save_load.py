@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,29 @@ def test_saving_over_the_folder_it_was_loaded_from(tmp_path):
     assert run(loaded).equal(expected)
     assert run(ch.load(tmp_path / "it")).equal(expected)
     assert sorted(contents(tmp_path)) == ["it", "it/config.json", "it/model.safetensors"]
+
+
+def test_what_an_earlier_save_left_behind_goes(tmp_path, monkeypatch):
+    """An old folder that cannot be removed is no failed save."""
+    model("gpt2").save(tmp_path / "it")
+    model("llama").save(tmp_path / "it-2")
+    with monkeypatch.context() as stubborn:
+        rmtree = shutil.rmtree
+
+        def refuse(path, ignore_errors=False):
+            if not str(path).endswith("-old"):
+                rmtree(path, ignore_errors=ignore_errors)
+            elif not ignore_errors:
+                raise PermissionError(errno.EACCES, "not yours")
+
+        stubborn.setattr(folders.shutil, "rmtree", refuse)
+        model("bert").save(tmp_path / "it")
+        model("t5").save(tmp_path / "it-2")
+    assert ch.load(tmp_path / "it").config.kind == "bert"
+    assert len(list(tmp_path.glob(".it-*-old"))) == 2
+    model("gpt2").save(tmp_path / "it")
+    (other,) = tmp_path.glob(".it-*-old")
+    assert other.name.startswith(".it-2-")  # another folder's is not ours to sweep
 
 
 def test_what_is_in_the_folder(tmp_path):

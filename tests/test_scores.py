@@ -118,6 +118,7 @@ def test_correlations_by_hand():
     # ties share their mean rank: 1, 2.5, 2.5, 4 against 1, 2, 3, 4
     assert spearman([1, 2, 2, 3], [1, 2, 3, 4]) == pytest.approx(4.5 / math.sqrt(4.5 * 5))
     assert math.isnan(spearman([1, 1], [1, 2]))
+    assert math.isnan(pearson([0.1] * 3, [1, 2, 4]))  # the mean of 0.1 three times is not 0.1
     assert spearman([1, 2, 3], [1, 8, 27]) == pytest.approx(1)
 
 

@@ -29,6 +29,7 @@ from clearhead.training.folder import RunFolder
 from clearhead.training.job import prepare
 from clearhead.training.run import open_run, read_recipe
 from clearhead.training.summary import differences, summarise
+from processes import environment
 
 TEXT = "the quick brown fox jumps over the lazy dog and runs away.\n" * 60
 RECIPE = {
@@ -92,7 +93,7 @@ def test_a_run_says_what_it_does_and_what_next(home, capsys):
         assert said in out
     assert {path.name for path in Path("runs/tiny").iterdir()} == {
         *("recipe.yaml", "env.json", "metrics.jsonl", "checkpoints", "latest", "model"),
-        *("curves.png", "tokenizer"),
+        *("curves.png", "tokenizer", ".lock"),
     }
 
 
@@ -184,6 +185,60 @@ def test_interrupted_and_resumed_is_the_run_that_never_stopped(home, capsys, num
     ]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 150
+
+
+WORKER = """
+import os, pathlib, sys
+pathlib.Path(f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
+from clearhead.cli.main import main
+sys.exit(main())
+"""
+
+
+def test_a_signal_to_one_of_two_processes_stops_the_run_and_finishes_nothing(home):
+    Path("worker.py").write_text(WORKER)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "worker.py", "train", "tiny.yaml", "--steps", "5000"]
+    rare = ["--set", "train.eval_every=5000", "train.checkpoint_every=5000"]
+    with Path("log").open("w") as log:
+        both = subprocess.Popen(
+            [*command, *rare], env=environment(home), stdout=log, stderr=subprocess.STDOUT
+        )
+        try:
+            wait_for_step(home / "runs" / "tiny", 3)
+            os.kill(int(Path("pid-1").read_text()), signal.SIGTERM)
+            code = both.wait(100)
+        finally:
+            both.terminate()
+            both.wait(60)
+    said = Path("log").read_text()
+    assert code != 0
+    assert re.search(r"Saved at step \d+ of 5,000. To go on: clearhead train runs/tiny", said), said
+    assert "What next" not in said
+    assert not Path("runs/tiny/model").exists()
+    assert summarise(Path("runs/tiny")).state == "stopped"
+
+
+def test_what_the_live_diagnosis_finds_is_said(home, capsys):
+    """A rate at which nothing is learnt, because every step goes much too far."""
+    words = ("--set", "optim.name=adamw", "optim.lr=5", "optim.warmup=1", "--steps", "5")
+    assert cli("train", "tiny.yaml", *words) == 0
+    assert re.search(r"^updates \((warning|bad)\): ", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_run_that_stopped_early_says_so_and_can_be_made_longer(home, capsys):
+    words = ("optim.name=adamw", "optim.lr=0.5", "optim.warmup=1", "train.patience=2")
+    assert cli("train", "tiny.yaml", "--set", *words, "train.eval_every=1") == 0
+    out = capsys.readouterr().out
+    assert "2 evaluations brought nothing better" in out
+    assert re.search(r"--steps 24 +twice as long \(its rate goes up again, from \S+ to \S+\)", out)
+    done = summarise(Path("runs/tiny")).done
+    assert done < 12
+    assert cli("train", "runs/tiny", "--resume") == 0
+    assert f"stopped early at step {done} of 12: 2 evaluations" in capsys.readouterr().out
+    assert cli("train", "runs/tiny", "--resume", "--steps", "24") == 0
+    assert f"from step {done} of 24" in capsys.readouterr().out
+    assert summarise(Path("runs/tiny")).done > done
 
 
 def test_a_second_ctrl_c_stops_at_once(home, capfd, monkeypatch):
@@ -325,6 +380,20 @@ def test_no_such_thing(home, capsys):
     assert not Path("runs").exists()
 
 
+def test_a_run_beside_does_not_hide_a_recipe(home, capsys, monkeypatch):
+    Path("sst2").mkdir()
+    Path("sst2/recipe.yaml").write_text("data: {}")
+    asked: list[str] = []
+
+    def read(name, changes):
+        asked.append(name)
+        raise ClearheadError("read")
+
+    monkeypatch.setattr("clearhead.training.run.read_recipe", read)
+    assert cli("train", "sst2") == 2
+    assert asked == ["sst2"]
+
+
 def test_a_run_folder_that_exists(home, capsys, monkeypatch):
     Path("runs/tiny").mkdir(parents=True)
     Path("runs/tiny/mine").write_text("precious")
@@ -463,6 +532,14 @@ def test_curves_are_a_picture(home):
     assert path.exists()
 
 
+def test_a_picture_that_fails_is_no_reason_to_stop(home, monkeypatch):
+    def broken(folder):
+        raise ValueError("of whatever kind")
+
+    monkeypatch.setattr("clearhead.training.curves.draw_curves", broken)
+    assert len(list(ch.train("tiny.yaml", out="run"))) == 12
+
+
 def test_without_matplotlib_a_run_says_so(home, capsys, monkeypatch):
     monkeypatch.setattr("clearhead.training.curves.can_draw", lambda: False)
     assert cli("train", "tiny.yaml", "--steps", "1") == 0
@@ -559,14 +636,23 @@ def test_runs_lists_and_compares(home, capsys):
     valid = [line["valid"]["loss"] for line in RunFolder("runs/a").metrics() if "valid" in line]
     assert rows["a"]["best"] == min(valid)
     assert rows["a"]["tokens"] == 6 * 4 * 16
+    assert (rows["a"]["metric"], rows["a"]["reached"]) == ("loss", valid[-1])
+    assert rows["c"]["reached"] is None  # it is not at its end
+    RunFolder("runs/b").write_recipe(  # as if it had been this one's figure
+        RunFolder("runs/b").read_recipe().changed(**{"eval.metric": "perplexity"})
+    )
+    RunFolder("runs/b").log(step=6, end={"loss": 1.0, "perplexity": 2.71828})
     assert cli("runs", "runs/a", "runs/b") == 0
     out = capsys.readouterr().out
     assert re.search(r"optim.lr +0.02 +0.01\n", out)
     assert "train.steps" not in out
     assert cli("runs") == 0
-    assert "clearhead train runs/c --resume" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "clearhead train runs/c --resume" in out
+    assert "perplexity 2.7183" in out
     assert differences([summarise(Path("runs/a")), summarise(Path("runs/b"))]) == {
-        "optim.lr": [0.02, 0.01]
+        "optim.lr": [0.02, 0.01],
+        "eval.metric": ["loss", "perplexity"],
     }
     assert cli("runs", "nowhere") == 2
 

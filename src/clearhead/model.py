@@ -19,6 +19,7 @@ from clearhead.generate.beam import Beam
 from clearhead.generate.decode import Sampling, decode_tokens
 from clearhead.generate.labels import classify_texts, tag_sentences
 from clearhead.generate.score import score_tokens
+from clearhead.generate.settings import FILE
 from clearhead.generate.transcribe import transcribe
 from clearhead.generate.translate import translate_texts
 from clearhead.generate.vectors import embed_texts
@@ -143,15 +144,16 @@ class Model:
     def translate(
         self,
         texts: str | Sequence[str],
-        beams: int = 1,
-        length_penalty: float = 1.0,
+        beams: int | None = None,
+        length_penalty: float | None = None,
         max_new_tokens: int | None = None,
         batch_tokens: int = 4096,
     ) -> str | list[str]:
         """What an encoder-decoder makes of a text, or of many, in batches sorted by length.
 
-        beams: how many translations are followed at once, 1 being greedy; batch_tokens: how many
-        source tokens are worked on at once, each beam counted.
+        beams: how many translations are followed at once, 1 being greedy. It and length_penalty
+        are, unless given, what the model came with, else 1. batch_tokens: how many source tokens
+        are worked on at once, each beam counted.
         """
         many = [texts] if isinstance(texts, str) else list(texts)
         tokenizer = self._tokenizer()
@@ -162,7 +164,12 @@ class Model:
         self._check_writes()
         limit = self.config.max_len if max_new_tokens is None else max_new_tokens
         ends = self._sampling({"max_new_tokens": limit})
-        beam = Beam(beams, length_penalty, "likely", limit, stop=ends.stop, never=ends.never)
+        if beams is None:
+            beams = self._generation("num_beams") or 1
+        if length_penalty is None:
+            length_penalty = self._generation("length_penalty")
+        penalty = 1.0 if length_penalty is None else length_penalty
+        beam = Beam(beams, penalty, "likely", limit, stop=ends.stop, never=ends.never)
         found = translate_texts(
             self.net,
             tokenizer,
@@ -205,7 +212,8 @@ class Model:
         self._check_head("classification", "Classifying")
         many = [texts] if isinstance(texts, (str, tuple)) else list(texts)
         length = self._text_len()
-        found = classify_texts(self.net, self._tokenizer(), many, self.labels, length)
+        true = self.config.head.true  # type: ignore[attr-defined]
+        found = classify_texts(self.net, self._tokenizer(), many, self.labels, length, true)
         return found[0] if isinstance(texts, (str, tuple)) else found
 
     def tag(self, text: str | Sequence[str]) -> list[tuple[str, str]]:
@@ -276,7 +284,7 @@ class Model:
 
     def _generation(self, key: str) -> Any:
         """A setting that came with the model for generation."""
-        return self.companions.get("generation_config.json", {}).get(key)
+        return self.companions.get(FILE, {}).get(key)
 
     def _sampling(self, settings: Mapping[str, Any]) -> Sampling:
         known = {"max_new_tokens", "temperature", "top_k", "top_p", "seed"}

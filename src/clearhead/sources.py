@@ -7,15 +7,18 @@ foreign key.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from clearhead.errors import require
+from clearhead.generate.settings import FILE, check_generation, ignored_settings
 from clearhead.model import Model
+from clearhead.models.family import check_depth, depth
 from clearhead.models.heads import HeadConfig
 from clearhead.models.whisper import from_openai, openai_keys
 from clearhead.text.foreign import from_gguf, from_llama2c
-from clearhead.text.tiktoken import whisper_tokenizer
+from clearhead.text.tiktoken import RANK_FILES, whisper_tokenizer
 from clearhead.text.tokenizer import Tokenizer
 from clearhead.weights.convert import Report, to_ours
 from clearhead.weights.files import (
@@ -36,7 +39,7 @@ from clearhead.weights.folder import (
     model_inside,
 )
 from clearhead.weights.gguf import load_gguf
-from clearhead.weights.hf import depth, load_hf
+from clearhead.weights.hf import load_hf
 from clearhead.weights.llama2c import load_llama2c, read_llama2c_vocab
 from clearhead.weights.new_head import head_changes, put_head, seeded
 from clearhead.weights.pickles import read_whisper_pt
@@ -59,6 +62,9 @@ BESIDE_TOKENIZER = (
     "chat_template.jinja",
     "chat_template.json",
 )
+
+IDS = ("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id")
+BEFORE = ("forced_bos_token_id", "bad_words_ids", "num_beams", "length_penalty")
 
 
 def open_with_head(
@@ -98,18 +104,18 @@ def read_folder(folder: Path, head: Any = None, seed: int | None = None) -> tupl
             inside(folder, WEIGHTS)
         net, config = load_model(folder)
         companions = _companions(folder) | _own_labels(folder)
+        check_generation(companions.get(FILE, {}), _written(config))
         model = Model(net, config, _tokenizer(folder), companions)
         return _with_head(model, Report(), head, seed)
     net, config, report = load_hf(folder, seed, **head_changes(head))
     companions = _companions(folder)
-    own = {
-        name: description[name]
-        for name in ("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id")
-        if description.get(name) is not None
-    }
+    names = IDS if FILE in companions else IDS + BEFORE  # older folders say all in config.json
+    own = {name: description[name] for name in names if description.get(name) is not None}
     if own:
-        said = companions.get("generation_config.json", {})
-        companions["generation_config.json"] = own | said
+        companions[FILE] = own | companions.get(FILE, {})
+    said = companions.get(FILE, {})
+    check_generation(said, _written(config))
+    report = replace(report, notes=(*report.notes, *ignored_settings(said)))
     if not report.drawn and (labels := _labels(description, config)):
         companions[LABELS] = labels
     return Model(
@@ -142,8 +148,9 @@ def _read_file(path: Path) -> tuple[Model, Report]:
         return Model(net, config, None if none else from_gguf(gguf.metadata)), report
     if kind == "openai":
         return _read_whisper(path)
-    net, config, report = load_llama2c(path)
     vocab = path.with_name("tokenizer.bin")
+    _stay_inside(path.parent, vocab.name)
+    net, config, report = load_llama2c(path)
     tokenizer = None
     if vocab.is_file():
         entries = read_llama2c_vocab(vocab)
@@ -170,11 +177,13 @@ def _text(index: int, piece: bytes | str) -> str:
 
 
 def _read_whisper(path: Path) -> tuple[Model, Report]:
+    _stay_inside(path.parent, *RANK_FILES.values())
     dims, theirs = read_whisper_pt(path)
     config = from_openai(dims)
+    check_depth(config, len(theirs), str(path))
     theirs = {name: tensor.float() for name, tensor in theirs.items()}
-    tensors, report = to_ours(theirs, openai_keys(config), depth(config))
-    net = assemble(config, tensors)
+    tensors, report, faults = to_ours(theirs, openai_keys(config), depth(config))
+    net = assemble(config, tensors, faults)
     tokenizer = whisper_tokenizer(config.vocab_size, path.parent)
     return Model(net, config, tokenizer), Report(report.became, report.dropped, dict(net.ties))
 
@@ -182,9 +191,8 @@ def _read_whisper(path: Path) -> tuple[Model, Report]:
 def _tokenizer(folder: Path, model_type: str | None = None) -> Tokenizer | None:
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         return None
-    for name in (*TOKENIZER_FILES, *BESIDE_TOKENIZER):
-        if (folder / name).exists():
-            inside(folder, name)
+    _stay_inside(folder, *TOKENIZER_FILES, *BESIDE_TOKENIZER)
+    _stay_inside(folder / "target", *TOKENIZER_FILES, *BESIDE_TOKENIZER, CONFIG, root=folder)
     tokenizer = Tokenizer.load(folder, model_type)
     limit = folder / "sentence_bert_config.json"  # sentence-transformers reads less than the model
     if limit.exists():
@@ -195,6 +203,18 @@ def _tokenizer(folder: Path, model_type: str | None = None) -> Tokenizer | None:
         )
         tokenizer.max_len = length
     return tokenizer
+
+
+def _stay_inside(folder: Path, *names: str, root: Path | None = None) -> None:
+    """Refuse those of these files that are there and lead out of the model's folder."""
+    for name in names:
+        if (folder / name).exists():
+            inside(folder, name, root)
+
+
+def _written(config: Any) -> int:
+    """How many tokens a model can write."""
+    return getattr(config, "target_vocab_size", None) or config.vocab_size
 
 
 def _companions(folder: Path) -> dict[str, Any]:

@@ -38,6 +38,6 @@ def kept(x: Tensor, p: float) -> Tensor:
     count = x.numel()
     words = torch.empty((count + 3) // 4, dtype=torch.int64).random_(-(1 << 63), None)
     sixteen = words.view(torch.int16)[:count].view(x.shape)  # four numbers' bits in each word
-    border = round(p * LEVELS)
+    border = min(round(p * LEVELS), LEVELS - 1)  # something must be able to stay
     stays = sixteen >= border - LEVELS // 2
     return stays.to(x.dtype).mul_(LEVELS / (LEVELS - border))

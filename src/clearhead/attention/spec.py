@@ -14,6 +14,7 @@ from clearhead.attention.attention import Attention
 from clearhead.attention.bias import ALiBi, T5Buckets
 from clearhead.attention.mask import All, Mask
 from clearhead.attention.relative import Shaw, TransformerXL
+from clearhead.attention.rms import RMSNorm
 from clearhead.attention.rotary import RopeScaling, Rotary, Rotary2D
 from clearhead.attention.softmax import KernelConfig, SoftmaxConfig
 from clearhead.config import Spec
@@ -204,7 +205,7 @@ class AttentionConfig(Spec, kind="attention"):
         g, scale = self.geometry, self.score_scale
         norms = None
         if self.qk_norm is not None:
-            norms = (nn.RMSNorm(g.width, self.qk_norm), nn.RMSNorm(g.width, self.qk_norm))
+            norms = (RMSNorm(g.width, self.qk_norm), RMSNorm(g.width, self.qk_norm))
         return Attention(
             g.d_model,
             g.n_heads,

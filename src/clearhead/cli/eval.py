@@ -30,7 +30,9 @@ class Args:
     length_penalty: float | None = None
     """Of beam search: above 1 favours long texts."""
     limit: int | None = None
-    """Only so many records."""
+    """Only so many records; of running text, characters."""
+    objective: str | None = None
+    """What to measure, where it cannot be guessed: '{kind: seq2seq, source: en, target: de}'."""
     json: bool = False
     """Print the figures as JSON."""
 
@@ -40,11 +42,13 @@ def run(args: Args) -> None:
     import json
     from pathlib import Path
 
+    import yaml
     from rich.console import Console
     from rich.table import Table
 
     from clearhead.api import load
     from clearhead.data.corpus import open_corpus
+    from clearhead.data.objectives import read_objective
     from clearhead.errors import require
     from clearhead.training.evaluate import How, evaluate, objective_for, with_labels
     from clearhead.training.folder import RECIPE, RunFolder
@@ -65,7 +69,10 @@ def run(args: Args) -> None:
         d = recipe.data
         corpus = open_corpus(d.source, d.valid, d.test, d.split, d.limit)
         split = args.split or recipe.eval.split
-    if recipe is not None:
+    if args.objective is not None:
+        asked = read_objective(yaml.safe_load(args.objective), "--objective")
+        objective = with_labels(asked, model).prepare(corpus)
+    elif recipe is not None:
         objective = with_labels(recipe.data.objective, model).prepare(corpus)
     else:
         objective = objective_for(model, corpus)

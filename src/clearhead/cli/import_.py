@@ -105,9 +105,10 @@ def _print(said: dict[str, Any], report: Any) -> None:
 
 def folded(pairs: dict[str, tuple[str, ...]]) -> Counter[tuple[str, str]]:
     """The rows with layer numbers as * and weight and bias as one, each counted."""
+    from clearhead.weights.convert import folded as without_layers
 
     def short(name: str) -> str:
-        return re.sub(r"\.(weight|bias)$", "", re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        return re.sub(r"\.(weight|bias)$", "", without_layers(name))
 
     return Counter(
         (short(theirs), ", ".join(short(name) for name in ours)) for theirs, ours in pairs.items()

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from clearhead.cli.units import short, size
 from clearhead.errors import ClearheadError
+from clearhead.training.figures import LOWER
 
 if TYPE_CHECKING:
     from clearhead.model import Model
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 LINES = 10.0  # seconds between two plain lines
 SAMPLES = 15.0  # seconds between two samples at least, and thirty times what one takes
 RECENT = 50  # steps over which loss and speed are averaged
-HIGHER = {"bleu", "chrf", "accuracy", "f1", "exact_match", "spearman"}  # better if it is more
 
 
 class Talk:
@@ -89,7 +89,7 @@ class Talk:
 
     def step(self, trainer: Trainer, step: Step) -> None:
         """Show a step, and what happened at it."""
-        from clearhead.training.events import Evaluated, Skipped, Stopped
+        from clearhead.training.events import Evaluated, Found, Skipped, Stopped
 
         self._recent.append((step.loss, step.tokens, step.seconds))
         for event in step.events:
@@ -99,6 +99,8 @@ class Talk:
                 self.say(f"step {step.number:,} was skipped: {event.why}")
             elif isinstance(event, Stopped):
                 self.say(f"stopped at step {step.number:,}: {event.why}")
+            elif isinstance(event, Found):
+                self.console.print(Text(str(event), style="yellow"), soft_wrap=True)
         if self._quiet:
             return
         if self._bar is not None:
@@ -156,7 +158,7 @@ class Talk:
 
     # --- the end ---
 
-    def stopped(self, trainer: Trainer, number: int, command: str) -> None:
+    def stopped(self, trainer: Trainer, command: str) -> None:
         """The run was interrupted: what goes on with it."""
         total = trainer.recipe.train.steps
         self.say(f"Saved at step {trainer.done:,} of {total:,}. To go on: {command}")
@@ -202,6 +204,8 @@ class Talk:
 def _choices(trainer: Trainer) -> Iterator[tuple[str, str]]:
     import torch
 
+    from clearhead.training.machine import describe_choice
+
     job, recipe, train = trainer.job, trainer.recipe, trainer.recipe.train
     tokenizer = job.model.tokenizer
     parameters = sum(p.numel() for p in trainer.net.parameters())
@@ -224,10 +228,10 @@ def _choices(trainer: Trainer) -> Iterator[tuple[str, str]]:
     count = torch.get_num_threads()
     threads = f", {_plural(count, 'thread')}" if trainer.device.type == "cpu" else ""
     many = f", {trainer.world.size} processes" if trainer.world.size > 1 else ""
-    more = "".join(f", {name}" for name in ("compile", "recompute") if getattr(machine, name))
+    chosen = describe_choice(machine, trainer.device) + (", recompute" * machine.recompute)
     yield (
         "machine",
-        f"{trainer.device.type}{threads}, {machine.precision}{more}{many} (--set train.machine...)",
+        f"{trainer.device.type}{threads}, {chosen}{many} (--set train.machine...)",
     )
 
 
@@ -256,6 +260,11 @@ def _resumed(trainer: Trainer) -> str:
     total = trainer.recipe.train.steps
     if trainer.done >= total:
         return f"all {total:,} steps are done already (--steps makes the run longer)"
+    if trainer.patience_is_over():
+        return (
+            f"stopped early at step {trainer.done:,} of {total:,}: {trainer.waited} evaluations "
+            "brought nothing better (--steps makes the run longer)"
+        )
     said = f"from step {trainer.done:,} of {total:,}"
     assert trainer.folder is not None
     try:
@@ -285,7 +294,7 @@ def _reached(trainer: Trainer, scores: dict[str, float]) -> Iterator[str]:
         yield f"expected of this recipe: {wanted.metric} {wanted.expect:g} ({where})"
         return
     found = scores[wanted.metric]
-    better = (found - wanted.expect) * (1 if wanted.metric in HIGHER else -1)
+    better = (found - wanted.expect) * (-1 if wanted.metric in LOWER else 1)
     near = abs(better) <= 0.01 * max(abs(wanted.expect), 1e-9)
     word = "as expected" if near else "better than expected" if better > 0 else "short of it"
     yield f"expected of this recipe: {wanted.metric} {wanted.expect:g}, here {found:.4g}: {word}"
@@ -319,9 +328,11 @@ def _next_steps(trainer: Trainer) -> Iterator[str]:
     for verb, (command, why) in commands.items():
         if verb in VERBS:
             yield f"{command:<47} {why}"
-    more = 2 * trainer.recipe.train.steps
-    longer = f"clearhead train {folder} --resume --steps {more}"
-    yield f"{longer:<47} twice as long"
+    steps, optim = trainer.recipe.train.steps, trainer.recipe.optim
+    now, then = (optim.schedule.factor(steps, n, optim.warmup) for n in (steps, 2 * steps))
+    longer = f"clearhead train {folder} --resume --steps {2 * steps}"
+    jump = f" (its rate goes up again, from {optim.lr * now:.2g} to {optim.lr * then:.2g})"
+    yield f"{longer:<47} twice as long{jump if then > now else ''}"
 
 
 def duration(seconds: float) -> str:

@@ -17,7 +17,13 @@ if TYPE_CHECKING:
     from clearhead.training.summary import Summary
 
 RUNS = "runs"
-STYLES = {"finished": "green", "stopped": "yellow", "begun": "yellow", "broken": "red"}
+STYLES = {
+    "running": "cyan",
+    "finished": "green",
+    "stopped": "yellow",
+    "begun": "yellow",
+    "broken": "red",
+}
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ def _table(found: list[Summary]) -> Table:
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="underline")
     table.add_column("run", no_wrap=True)
-    for heading in ("steps", "best valid", "last loss", "tokens", "time"):
+    for heading in ("steps", "best valid", "last loss", "reached", "tokens", "time"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)
     for one in found:
@@ -82,6 +88,7 @@ def _table(found: list[Summary]) -> Table:
             f"{one.done:,}{total}",
             _number(one.best),
             _number(one.loss),
+            "-" if one.reached is None else f"{one.metric} {one.reached:.4f}",
             short(one.tokens),
             duration(one.seconds),
             Text(one.state, style=STYLES[one.state]),

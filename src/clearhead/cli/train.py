@@ -81,9 +81,10 @@ def run(args: Args) -> None:
     with _told(trainer, folder), _signals(trainer) as heard:
         tracker = _tracker(args, trainer, folder)
         _follow(trainer, talk, tracker)
-        if heard and trainer.done < trainer.recipe.train.steps:
-            talk.stopped(trainer, heard[0], go_on(folder))
-            raise SystemExit(128 + heard[0])
+        if trainer.interrupted:  # here or in another process: all end alike
+            talk.stopped(trainer, go_on(folder))
+            trainer.world.wait()  # torchrun ends the others as soon as one has ended
+            raise SystemExit(128 + (heard[0] if heard else signal.SIGTERM))
         model = trainer.finish()
     if trainer.world.first:
         talk.finished(trainer, model)
@@ -127,7 +128,7 @@ def _resolve(args: Args, changes: dict[str, Any]) -> tuple[RunFolder, Any]:
         "Say what to train: clearhead train my.txt, or one of `clearhead recipes`.",
     )
     require(
-        not is_run,
+        not is_run or _is_known(args.what),
         f"{args.what} is a run: go on with it (--resume), or train its recipe again "
         f"({args.what}/recipe.yaml).",
     )
@@ -136,6 +137,14 @@ def _resolve(args: Args, changes: dict[str, Any]) -> tuple[RunFolder, Any]:
 
     recipe = read_recipe(args.what, changes)
     return RunFolder(args.out or Path(RUNS) / recipe.name), recipe
+
+
+def _is_known(name: str) -> bool:
+    """Whether it is a recipe or a set of data, whatever folder of that name there is."""
+    from clearhead.data.named import is_named
+    from clearhead.recipes import recipe_names
+
+    return name in recipe_names() or is_named(name)
 
 
 def _to_resume(args: Args, changes: dict[str, Any], inside: Path | None) -> RunFolder:

@@ -108,7 +108,7 @@ class Buckets:
         self._store, self._objective, self._seed = store, objective, _checked(seed)
         self._kept, lengths = _short_enough(store, objective, max_len)
         self.left_out = len(store) - len(self._kept)
-        """How many examples are longer than `max_len`."""
+        """How many examples are longer than `max_len`, or empty."""
         self._groups = Groups(lengths, batch, tokens)
         self._plans: dict[int, list[np.ndarray]] = {}
         self.per_epoch: float | None = float(len(self._groups))
@@ -174,7 +174,8 @@ def fixed(
 
     Of a stream (`length` is given): windows one behind the other, `batch` in a batch (or as many as
     `tokens` slots hold), the shorter last one alone. For the next token that asks for every token
-    but the first exactly once. Of examples: from the shortest to the longest.
+    but the first exactly once. Of examples: from the shortest to the longest, without those longer
+    than `max_len` (`too_long` counts them).
     """
     size = batch if batch is not None else tokens if tokens is not None else 8192
     require(size >= 1, f"A batch holds at least 1, not {size}.")
@@ -220,9 +221,11 @@ def _fixed_examples(
     first = number = 0
     while first < len(order):
         batch, tokens = size
-        # widest rises, so slots (rows * widest of the last) do too
+        # widest rises, so slots (rows * widest of the last) do too, and no more rows can fit than
+        # if all were as short as the first
         if batch is None:
-            slots = np.arange(1, len(order) - first + 1) * widest[first:]
+            ahead = widest[first : first + tokens // int(widest[first]) + 1]
+            slots = np.arange(1, len(ahead) + 1) * ahead
             rows = max(1, int(np.searchsorted(slots, tokens, side="right")))
         else:
             rows = batch
@@ -264,11 +267,13 @@ def _short_enough(
     """The numbers of the examples that are short enough, and their lengths."""
     lengths = objective.lengths(store)
     longest = lengths.max(axis=1)
-    keep = longest >= 1 if max_len is None else (longest >= 1) & (longest <= max_len)
+    filled = longest >= 1
+    require(bool(filled.any()), "No example has a token: are the texts empty?")
+    keep = filled if max_len is None else filled & (longest <= max_len)
     require(
         bool(keep.any()),
         f"Every example is longer than max_len, which is {max_len}: the shortest has "
-        f"{longest.min() if len(longest) else 0} tokens. Raise max_len.",
+        f"{longest[filled].min()} tokens. Raise max_len.",
     )
     return np.flatnonzero(keep), lengths[keep]
 

@@ -9,7 +9,7 @@
 
 The name of a set comes first: a folder called manual is "./manual". Opening reads everything once,
 in a stream, so that what is wrong with a file is said before any work; see readers.py for
-what the records look like, and for "more", which joins the pieces of a long document.
+what the records look like, and how the pieces of a long document are joined.
 """
 
 from __future__ import annotations
@@ -132,6 +132,11 @@ def open_corpus(
     for called, other in (("valid", valid), ("test", test)):
         if other is not None:
             parts[called] = _held_out(other, called, progress)
+            require(
+                parts[called].fingerprint != parts["train"].fingerprint,
+                f"{called} is what trains, {name}: a score on it would say nothing. Name other "
+                "data, or none: then the last part validates.",
+            )
     if "valid" not in parts and split > 0:
         parts["train"], parts["valid"] = cut(parts["train"], split, name)
     if limit is not None:
@@ -160,6 +165,11 @@ def _held_out(source: Source, called: str, progress: Progress | None) -> Stream:
         f'"{paths[0]}" is made without end: it cannot be the data for {called}.',
     )
     parts = _open(paths, progress)
+    require(
+        called in parts or set(parts) == {"train"},
+        f'"{",".join(paths)}" has no split "{called}"; it has {", ".join(parts)}. Name another '
+        "set, or a file.",
+    )
     return parts.get(called, parts["train"])
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import http.client
 import os
 import urllib.request
 from collections.abc import Callable
@@ -62,7 +63,7 @@ def locate(folder: str, remote: Remote, about: str, progress: Progress | None = 
         return File(
             download(remote, cache_folder() / "data" / folder / remote.name, progress=progress)
         )
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         raise ClearheadError(
             f'The data set "{folder}" needs {place} {where}, and the download failed ({error}). '
             f"Without a connection, put the file there; it is published at {remote.url}"

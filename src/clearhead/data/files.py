@@ -10,19 +10,23 @@ from __future__ import annotations
 import codecs
 import contextlib
 import dataclasses
+import functools
 import glob
 import gzip
 import io
+import lzma
 import os
+import struct
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import IO
+from typing import IO, Any
 
 from clearhead.errors import ClearheadError, did_you_mean, require
 
 BLOCK = 2**20  # bytes that are read at once
+START = 2**13  # bytes that tell whether a file is binary
 LONGEST = 2**26  # characters of one line or record; beyond that the file is no such table
 FREE, RATIO = 2**30, 200  # bytes that may always come out of an archive; beyond, times its size
 
@@ -32,7 +36,11 @@ _MARKS = {
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
-_BROKEN = (OSError, EOFError, zlib.error, zipfile.BadZipFile, RuntimeError, NotImplementedError)
+# What reading a damaged or hostile archive raises, beside its own BadZipFile.
+_BROKEN = (
+    *(OSError, EOFError, LookupError, MemoryError, OverflowError, RuntimeError, ValueError),
+    *(struct.error, zlib.error, lzma.LZMAError, zipfile.BadZipFile),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,16 +71,18 @@ class File:
     def blocks(self) -> Iterator[bytes]:
         """Its bytes, unpacked, a block at a time."""
         total = 0
-        try:
+        with self._open() as (file, archive):
             packed = self.path.stat().st_size
-            with self._open() as file:
-                while block := file.read(BLOCK):
-                    total += len(block)
-                    _refuse_bomb(self.name, total, packed)
-                    yield block
-        except _BROKEN as error:
-            said = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise ClearheadError(f"{self.name} cannot be read: {said}.") from error
+            while block := file.read(BLOCK):
+                total += len(block)
+                out = archive.count(self.member, total) if archive else total
+                _refuse_bomb(self.name, out, packed)
+                yield block
+
+    def start(self) -> bytes:
+        """Its first bytes, without UTF-8's mark; none of a file that is empty."""
+        with self._open() as (file, _):
+            return file.read(START).removeprefix(codecs.BOM_UTF8)
 
     def text(self) -> Iterator[str]:
         """Its characters as they are, a block at a time, without a byte order mark."""
@@ -125,17 +135,20 @@ class File:
             yield kept
 
     @contextlib.contextmanager
-    def _open(self) -> Iterator[IO[bytes]]:
-        raw: IO[bytes]
-        if self.member:
-            with zipfile.ZipFile(self.path) as archive:  # the member keeps the file open
-                raw = archive.open(self.member)
-        else:
-            raw = self.path.open("rb")
-        packed = (self.member or self.path.name).lower().endswith(".gz")
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(raw)
-            yield stack.enter_context(gzip.GzipFile(fileobj=raw)) if packed else raw  # type: ignore
+    def _open(self) -> Iterator[tuple[IO[bytes], _Archive | None]]:
+        """Its bytes, unpacked, and the zip that it lies in; what is broken says so."""
+        try:
+            archive = _archive_of(self.path) if self.member else None
+            with contextlib.ExitStack() as stack:
+                file: Any = archive.open(self.member) if archive else self.path.open("rb")
+                stack.enter_context(file)
+                if (self.member or self.path.name).lower().endswith(".gz"):
+                    file = stack.enter_context(gzip.GzipFile(fileobj=file))
+                yield file, archive
+        except ClearheadError:
+            raise
+        except _BROKEN as error:
+            raise ClearheadError(f"{self.name} cannot be read: {_said(error)}.") from error
 
     def _unmarked(self, block: bytes) -> bytes:
         """The first block without UTF-8's mark; other encodings' marks name them."""
@@ -155,6 +168,39 @@ class File:
         return f"Convert it: iconv -f {encoding} -t UTF-8 '{name}' > 'utf8-{name}'"
 
 
+class _Archive(zipfile.ZipFile):
+    """A zip that is open, with how much has come out of it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._sizes: dict[str, int] = {}
+        self._total = 0
+
+    def count(self, member: str, size: int) -> int:
+        """Bytes out of all members, now that so many are out of this one; what is read again does
+        not count again.
+        """
+        new = size - self._sizes.get(member, 0)
+        if new > 0:
+            self._sizes[member] = size
+            self._total += new
+        return self._total
+
+
+def _archive_of(path: Path) -> _Archive:
+    """A zip, opened once for all its members: its list of them may be long."""
+    now = path.stat()
+    return _kept_archive(path, (now.st_ino, now.st_size, now.st_mtime_ns, os.getpid()))
+
+
+@functools.lru_cache(maxsize=1)
+def _kept_archive(path: Path, stamp: Any) -> _Archive:
+    """The last zip; another for a file that changed, and for a forked process: they would share
+    one place in the file.
+    """
+    return _Archive(path)
+
+
 def find_files(source: str | Path) -> list[File]:
     """The files that a path, a folder, a zip or a glob stands for, sorted; there is at least one.
 
@@ -163,7 +209,6 @@ def find_files(source: str | Path) -> list[File]:
     path = Path(source).expanduser()
     if path.is_dir():
         found = [File(file) for file in _walk(path)]
-        _refuse_binaries(found, f"{path}{os.sep}")
     elif path.is_file():
         found = _members(path) if path.suffix.lower() == ".zip" else [File(path)]
     elif glob.has_magic(str(source)):
@@ -174,7 +219,10 @@ def find_files(source: str | Path) -> list[File]:
         require(not path.exists(), f"{source} is neither a file nor a folder.")
         raise ClearheadError(f'There is no file or folder "{source}".{_neighbour(path)}')
     require(bool(found), f"{source} holds no files.")
-    filled = [file for file in found if not _is_empty(file)]
+    starts = {file: file.start() for file in found}
+    if path.is_dir() or found[0].member:
+        _refuse_binaries(starts, "the zip" if found[0].member else f"{path}{os.sep}")
+    filled = [file for file in found if starts[file]]
     require(bool(filled), f"{source} is empty." if len(found) == 1 else f"{source}: all are empty.")
     return filled
 
@@ -189,16 +237,13 @@ def _walk(folder: Path) -> list[Path]:
 
 def _members(path: Path) -> list[File]:
     try:
-        with zipfile.ZipFile(path) as archive:
-            inside = [info for info in archive.infolist() if _is_wanted(info)]
-    except (OSError, zipfile.BadZipFile) as error:
-        raise ClearheadError(f"{path} is no zip that can be read: {error}.") from error
+        inside = [info for info in _archive_of(path).infolist() if _is_wanted(info)]
+    except _BROKEN as error:
+        raise ClearheadError(f"{path} is no zip that can be read: {_said(error)}.") from error
     _refuse_bomb(str(path), sum(info.file_size for info in inside), path.stat().st_size)
     for info in inside:
         require(not info.flag_bits & 1, f"{path} needs a password: unpack it first.")
-    found = [File(path, name) for name in sorted({info.filename for info in inside})]
-    _refuse_binaries(found, "the zip")
-    return found
+    return [File(path, name) for name in sorted({info.filename for info in inside})]
 
 
 def _is_wanted(info: zipfile.ZipInfo) -> bool:
@@ -207,17 +252,13 @@ def _is_wanted(info: zipfile.ZipInfo) -> bool:
     return not info.is_dir() and not hidden
 
 
-def _is_empty(file: File) -> bool:
-    return next(file.blocks(), b"").removeprefix(codecs.BOM_UTF8) == b""
-
-
-def _refuse_binaries(files: Iterable[File], where: str) -> None:
+def _refuse_binaries(starts: dict[File, bytes], where: str) -> None:
     """All binary files of a folder at once, so that one look is enough."""
-    binary = []
-    for file in files:
-        start = next(file.blocks(), b"")[:8192]
-        if b"\0" in start and not start.startswith(tuple(_MARKS)):
-            binary.append(file.member or str(file.path))
+    binary = [
+        file.member or str(file.path)
+        for file, start in starts.items()
+        if b"\0" in start and not start.startswith(tuple(_MARKS))
+    ]
     if binary:
         more = f" and {len(binary) - 5} more" if len(binary) > 5 else ""
         raise ClearheadError(
@@ -232,6 +273,10 @@ def _refuse_bomb(name: str, size: int, packed: int) -> None:
         f"{name} unpacks to more than {RATIO} times its size: that is no text. Unpack it yourself "
         "if you trust it.",
     )
+
+
+def _said(error: BaseException) -> str:
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def _neighbour(path: Path) -> str:

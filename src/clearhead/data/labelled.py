@@ -7,7 +7,8 @@ tagging          Ann | lives | here  ->  PER | O | O     (the first token of a w
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -78,7 +79,10 @@ class Classification(ReaderObjective, kind="classification"):
         super().prepare(corpus)
         if self.labels:
             return self
-        found = (column_of(record, self.label, "A record") for record in corpus.sample("train"))
+        found = (
+            label_name(column_of(record, self.label, where), where)
+            for where, record in _numbered(corpus)
+        )
         return replace(self, labels=label_names(found, self.label))
 
     def texts(self, record: Record) -> list[str]:
@@ -133,17 +137,17 @@ class Tagging(ReaderObjective, kind="tagging"):
         if self.labels:
             return self
         found = (
-            tag
-            for number, record in enumerate(corpus.sample("train"), start=1)
-            for tag in _listed(record, self.tags, f"record {number}")
+            label_name(tag, where)
+            for where, record in _numbered(corpus)
+            for tag in _listed(record, self.tags, where)
         )
         return replace(self, labels=label_names(found, self.tags))
 
     def texts(self, record: Record) -> list[str]:
-        return [" ".join(_listed(record, self.words, "A record"))]
+        return [" ".join(map(str, _listed(record, self.words, "A record")))]
 
     def encode(self, record: Record, tokenizer: Tokenizer, where: str = "record") -> dict[str, Any]:
-        words = _listed(record, self.words, where)
+        words = [str(word) for word in _listed(record, self.words, where)]
         tags = _listed(record, self.tags, where)
         require(
             len(words) == len(tags),
@@ -200,9 +204,9 @@ def cut_to(encoded: Encoded, max_len: int | None, where: str) -> list[int]:
     return [i for i in kept if i not in gone]
 
 
-def label_names(values: Iterable[Any], column: str) -> tuple[str, ...]:
+def label_names(found: Iterable[str], column: str) -> tuple[str, ...]:
     """The names of labels in order: of numbers if all are, else of letters."""
-    names = {_name(value) for value in values}
+    names = set(found)
     require(len(names) > 0, f'There are no labels in "{column}": the training data is empty.')
     require(
         len(names) > 1,
@@ -219,7 +223,7 @@ def label_number(value: Any, labels: tuple[str, ...], where: str) -> int:
     require(
         len(labels) > 0, "The names of the labels are not known yet: prepare(corpus) finds them."
     )
-    name = _name(value)
+    name = label_name(value, where)
     number = _numbers(labels).get(name)
     if number is None:
         shown = ", ".join(labels[:12]) + (", ..." if len(labels) > 12 else "")
@@ -240,11 +244,24 @@ def _check_labels(labels: tuple[str, ...]) -> None:
     require(not twice, f"labels names {', '.join(twice)} more than once.")
 
 
-def _name(value: Any) -> str:
-    return value.strip() if isinstance(value, str) else str(value)
+def label_name(value: Any, where: str) -> str:
+    """What a label is called; a missing one is no class of its own."""
+    name = value.strip() if isinstance(value, str) else str(value)
+    missing = value is None or name == "" or (isinstance(value, float) and math.isnan(value))
+    require(
+        not missing,
+        f"{where} has no label (it is {value!r}): give it one, or take the record away.",
+    )
+    return name
 
 
-def _listed(record: Record, column: str, where: str) -> list[str]:
+def _numbered(corpus: Corpus) -> Iterator[tuple[str, Record]]:
+    """The training records, each with what messages call it."""
+    for number, record in enumerate(corpus.sample("train"), start=1):
+        yield f"record {number}", record
+
+
+def _listed(record: Record, column: str, where: str) -> list[Any]:
     """A list of words, or the words of a text."""
     value = column_of(record, column, where)
     if isinstance(value, str):
@@ -254,7 +271,8 @@ def _listed(record: Record, column: str, where: str) -> list[str]:
         f'{where}: "{column}" is {value!r}; a list of words, or a text with blanks between them, '
         "belongs there.",
     )
-    return [str(item) for item in value]
+    require(None not in value, f'{where}: "{column}" has a gap: {list(value)[:12]}.')
+    return list(value)
 
 
 @functools.lru_cache(maxsize=4)

@@ -64,7 +64,10 @@ class Maker(Spec):
             f'There is no split "{split}".{did_you_mean(split, SPLITS)} There are: '
             f"{', '.join(SPLITS)}.",
         )
-        dice = np.random.default_rng([seed, n, SPLITS.index(split)])
+        return self.make(split, np.random.default_rng([seed, n, SPLITS.index(split)]))
+
+    def make(self, split: str, dice: np.random.Generator) -> Record:
+        """A record of a split."""
         shape, everywhere = self.shape(dice)
         while True:
             item = self.draw(shape, dice)

@@ -1,12 +1,13 @@
 """Notes about made-up people and places: names to tag, and questions to answer from the note.
 
     On 3 May Clara Dalston meets Omar Belwicz in Port Elham at half past nine.
-    O  B-D I-D B-PER I-PER O ...            "Who meets Omar Belwicz?" -> "Clara Dalston", at 9
+    O  B-DATE I-DATE B-PER I-PER O ...      "Who meets Omar Belwicz?" -> "Clara Dalston", at 9
 
 A note is one sentence or more; every question names somebody or something of its sentence, and no
 name stands in two sentences of a note, so there is one answer. Surnames, places and firms are put
 together from syllables, often the same ones: Lindham is who lives there, or where. Which of
-them validate and test is decided by a hash: a held-out note has no name that training has.
+them validate and test is decided by a hash: no surname, place or firm of a held-out note is in
+training. First names, and words such as Bank and Port, are in all splits.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from clearhead.data.dates import ordinal
-from clearhead.data.holdout import SPLITS, split_of
+from clearhead.data.holdout import split_of
 from clearhead.data.made import Maker
 from clearhead.data.readers import Record
-from clearhead.errors import did_you_mean, require
+from clearhead.errors import require
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -248,14 +249,8 @@ class Notes(Maker, kind="notes"):
     def version(self) -> str:
         return str(sorted(SENTENCES.items()))
 
-    def record(self, split: str, seed: int, n: int) -> Record:
-        """The n-th note of a split; all its names are of that split."""
-        require(
-            split in SPLITS,
-            f'There is no split "{split}".{did_you_mean(split, SPLITS)} There are: '
-            f"{', '.join(SPLITS)}.",
-        )
-        dice = np.random.default_rng([seed, n, SPLITS.index(split)])
+    def make(self, split: str, dice: np.random.Generator) -> Record:
+        """A note; all its made-up names are of that split."""
         count = int(dice.integers(1, self.sentences + 1))
         chosen = [list(SENTENCES)[i] for i in dice.choice(len(SENTENCES), count, replace=False)]
         used: set[str] = set()
@@ -287,7 +282,7 @@ def _fill(sentence: str, split: str, dice: np.random.Generator, used: set[str]) 
     values: dict[str, str] = {}
     for slot in SLOT.findall(sentence):
         while True:
-            value, mark = MAKERS[slot[0]](split, dice)
+            value, mark = FILLERS[slot[0]](split, dice)
             if mark not in used:
                 break
         used.add(mark)
@@ -368,7 +363,7 @@ def _number(split: str, dice: np.random.Generator) -> tuple[str, str]:
     return text, text
 
 
-MAKERS: dict[str, Callable[[str, np.random.Generator], tuple[str, str]]] = {
+FILLERS: dict[str, Callable[[str, np.random.Generator], tuple[str, str]]] = {
     "p": _person,
     "l": _location,
     "o": _organisation,

@@ -20,6 +20,7 @@ from clearhead.attention.positions import Positions
 from clearhead.config import Spec
 from clearhead.data.batch import IGNORED, Batch
 from clearhead.data.corpus import Corpus
+from clearhead.data.readers import MORE
 from clearhead.data.shards import Store
 from clearhead.errors import ClearheadError, did_you_mean
 from clearhead.text.tokenizer import Tokenizer
@@ -119,7 +120,7 @@ class StreamObjective(Objective):
     def encode(self, record: Record, tokenizer: Tokenizer, where: str = "record") -> dict[str, Any]:
         """The tokens of a text and the one that ends it, unless the next record goes on with it."""
         ids = tokenizer.encode(text_of(record, "text", where), special=False)
-        return {"ids": ids if record.get("more") else ids + ending(tokenizer)}
+        return {"ids": ids if record.get(MORE) else ids + ending(tokenizer)}
 
     def examples(self, records: Iterable[Record], tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
         """A token that ends a text stands between texts; behind the last there is none, so that a
@@ -144,7 +145,7 @@ def _chunks(
     size = 0
     for number, record in enumerate(records, start=1):
         texts.append(text_of(record, "text", f"record {number}"))
-        more.append(record.get("more"))
+        more.append(record.get(MORE))
         size += len(texts[-1])
         if size >= most:
             yield texts, more

@@ -1,7 +1,8 @@
 """In which order data is shown: shuffles of any size, and groups of similar length.
 
-Both are functions of a seed alone. Neither needs memory that grows with the number of windows: a
-shuffle of many items is one of interleaved parts, each of which fits in memory.
+Both are functions of a seed alone. A shuffle needs no memory that grows with the number of items:
+of many it is one of interleaved parts, each of which fits in memory. Groups hold some numbers for
+every example, and making those of an epoch sorts all of them about log2(groups) times.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ pairs     a score for each pair (similarity), or each first text finds its secon
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -20,6 +21,7 @@ from clearhead.data.batch import Batch
 from clearhead.data.labelled import ReaderObjective, check_max_len, cut_to, read_side_by_side
 from clearhead.data.objective import Examples, Record, column_of, text_of
 from clearhead.data.shards import Store
+from clearhead.data.windows import windows
 from clearhead.errors import ClearheadError, require
 from clearhead.text.tokenizer import Encoded, Tokenizer
 
@@ -64,8 +66,8 @@ class SpanQA(ReaderObjective, kind="span_qa"):
 
     def encode(self, record: Record, tokenizer: Tokenizer, where: str = "record") -> dict[str, Any]:
         """The first window that has the answer, or the first."""
-        windows = self.windows(record, tokenizer, where)
-        best = next((window for window in windows if any(window["span"])), windows[0])
+        found = self.windows(record, tokenizer, where)
+        best = next((window for window in found if any(window["span"])), found[0])
         return {name: best[name] for name in self._kept}
 
     def examples(self, records: Iterable[Record], tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
@@ -88,29 +90,10 @@ class SpanQA(ReaderObjective, kind="span_qa"):
         """
         context = text_of(record, self.context, where)
         encoded = tokenizer.encode_pair(text_of(record, self.question, where), context)
-        inside = [i for i, part in enumerate(encoded.parts) if part == 1]
-        require(len(inside) > 0, f'{where}: "{self.context}" is empty.')
+        require(1 in encoded.parts, f'{where}: "{self.context}" is empty.')
         answer = self._answer(record, context, where)
-        first, last = inside[0], inside[-1]
-        room = len(inside)
-        if self.max_len is not None:
-            room = min(room, self.max_len - (len(encoded.ids) - len(inside)))
-            step = room - self.stride
-            require(
-                step >= 1 or room == len(inside),
-                f"{where}: max_len {self.max_len} leaves {room} tokens of context beside the "
-                f"question, and windows share {self.stride} of them (stride): raise max_len or "
-                "lower stride.",
-            )
-        windows = []
-        begin = first
-        while True:
-            end = min(begin + room, last + 1)
-            kept = [*range(first), *range(begin, end), *range(last + 1, len(encoded.ids))]
-            windows.append(_window(encoded, kept, answer))
-            if end > last:
-                return windows
-            begin += room - self.stride
+        kept = windows(encoded, self.max_len, self.stride, where)
+        return [_window(encoded, tokens, answer) for tokens in kept]
 
     def _answer(self, record: Record, context: str, where: str) -> tuple[int, int] | None:
         """From which character to which; None if the context has no answer."""
@@ -182,11 +165,14 @@ class Pairs(ReaderObjective, kind="pairs"):
         if self.score is not None:
             score = column_of(record, self.score, where)
             try:
-                example["score"] = float(score) / self.largest
-            except (TypeError, ValueError) as error:
-                raise ClearheadError(
-                    f'{where}: "{self.score}" is {score!r}, which is not a number.'
-                ) from error
+                number = float(score)
+            except (TypeError, ValueError):
+                number = math.nan
+            require(
+                math.isfinite(number),
+                f'{where}: "{self.score}" is {score!r}, which is not a number.',
+            )
+            example["score"] = number / self.largest
         return example
 
     def lengths(self, store: Store) -> np.ndarray:

@@ -2,8 +2,8 @@
 
 A record is a dict. Tables have their columns, parallel files one column a language (train.en and
 train.de have "en" and "de"), and text has "text". Running text comes in pieces of at most `PIECE`
-characters, cut behind a newline where there is one; a piece that the next one continues says
-`"more": True`, and nothing stands between the two: a document ends where "more" is not set.
+characters, cut behind a newline where there is one; a piece that the next one continues has the
+key `MORE`, and nothing stands between the two: a document ends where it is not set.
 
 A `Stream` can be read again and again and never holds more than a piece or a record. It is surveyed
 once, from end to end, when it is made: so whatever is wrong is said before any work, and its
@@ -25,6 +25,7 @@ from clearhead.data.tables import READERS, Record, read_tables
 from clearhead.errors import ClearheadError, require
 
 PIECE = 2**20  # characters of running text in one record at most
+MORE = "\0more"  # no column of a table is called so
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".html", ".py", ".c", ".log")
 """What is one text each even where two files differ in nothing else (notes.txt, notes.md)."""
 
@@ -75,7 +76,7 @@ class Texts(Stream):
             low, high = max(self.start - place, 0), min(self.stop - place, length)
             if low < high:
                 for text, more in _pieces(_clip(file.running(), low, high)):
-                    yield {"text": text, "more": True} if more else {"text": text}
+                    yield {"text": text, MORE: True} if more else {"text": text}
             place += length
 
     def part(self, start: int, stop: int) -> Texts:
@@ -145,9 +146,17 @@ def open_rows(read: Callable[[], Iterator[Record]], name: str) -> Rows:
             for column in columns:
                 if column not in record:
                     gaps.setdefault(column, count)
-        digest.update(json.dumps(record, sort_keys=True, default=repr).encode() + b"\n")
+        digest.update(json.dumps(record, sort_keys=True, default=_stable).encode() + b"\n")
     require(count > 0, f"{name} holds no records.")
     return Rows(columns, count, fingerprint_of("rows", digest.hexdigest()), read, gaps)
+
+
+def _stable(value: Any) -> str:
+    """What stands for a value that is no JSON: a date says what it is. An object that says only
+    where it lies in memory (a picture) stands for its type; no objective reads it.
+    """
+    said = repr(value)
+    return type(value).__name__ if said.startswith("<") else said
 
 
 def open_files(files: Sequence[File], name: str) -> Stream:

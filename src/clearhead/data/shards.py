@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from clearhead.data.download import cache_folder
 from clearhead.errors import ClearheadError, did_you_mean, require
 
 FORMAT = "clearhead-shards/1"
@@ -146,8 +147,7 @@ def cached_store(key: str, make: Callable[[], Iterable[Example]], cache: Path | 
     shards/ in $CLEARHEAD_CACHE, or in ~/.cache/clearhead.
     """
     if cache is None:
-        home = os.environ.get("CLEARHEAD_CACHE") or Path.home() / ".cache" / "clearhead"
-        cache = Path(home) / "shards"
+        cache = cache_folder() / "shards"
     folder = cache / key
     if folder.exists():
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import functools
 import json
+import re
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -17,6 +18,8 @@ from clearhead.data.files import LONGEST, File
 from clearhead.errors import ClearheadError, require
 
 Record = dict[str, Any]
+
+_BLANKS = re.compile(r"[ \t\r\n]*")
 
 
 def read_tables(files: tuple[File, ...]) -> Iterator[Record]:
@@ -41,32 +44,63 @@ def read_jsonl(file: File) -> Iterator[Record]:
 
 def read_json(file: File) -> Iterator[Record]:
     """The items of a JSON list, one after the other, without reading the whole list first."""
-    texts = file.text()
-    buffer = "".join(islice(texts, 1)).lstrip()
+    scan = _Scan(file.text())
+    mark = scan.mark()
     require(
-        buffer.startswith("["),
-        f"{file.name} is no JSON list of records: it starts with {buffer[:1]!r}. A file with one "
-        "object a line is called .jsonl.",
+        mark == "[",
+        f"{file.name} is no JSON list of records: it starts with {mark!r}. A file with one object "
+        "a line is called .jsonl.",
     )
-    decoder, number, buffer = json.JSONDecoder(), 0, buffer[1:]
-    while True:
-        buffer = buffer.lstrip(" \t\r\n,")  # a comma too many is no reason to stop
-        if buffer.startswith("]"):
-            rest = buffer[1:] + "".join(islice(texts, 1))
-            require(not rest.strip(), f"{file.name} goes on behind the end of its list.")
-            return
-        try:
-            value, end = decoder.raw_decode(buffer)
-        except (ValueError, RecursionError) as error:
-            more = "".join(islice(texts, 1 + len(buffer) // 2**20))  # doubled: never quadratic
-            if not more or len(buffer) > LONGEST:
-                raise ClearheadError(
-                    f"{file.name}, item {number + 1} is not JSON: {error}."
-                ) from error
-            buffer += more
-            continue
-        number, buffer = number + 1, buffer[end:]
-        yield _record(value, f"{file.name}, item {number}")
+    number = 0
+    while mark != "]":
+        scan.at += 1  # behind the bracket or the comma
+        if scan.mark() == "]" and number == 0:
+            break
+        number += 1
+        yield _record(scan.item(f"{file.name}, item {number}"), f"{file.name}, item {number}")
+        mark = scan.mark()
+        require(
+            mark in (",", "]"),
+            f"{file.name}: behind item {number} {f'stands {mark!r}' if mark else 'the file ends'}, "
+            "but a comma or the end of the list belongs there.",
+        )
+    scan.at += 1
+    require(not scan.mark(), f"{file.name} goes on behind the end of its list.")
+
+
+class _Scan:
+    """A place in a text that is read as it goes; what lies far before it is forgotten."""
+
+    def __init__(self, texts: Iterator[str]) -> None:
+        self.text, self.at = "", 0
+        self._texts, self._decoder = texts, json.JSONDecoder()
+
+    def mark(self) -> str:
+        """The next character that is no blank, at which the place is then; "" at the end."""
+        while True:
+            blank = _BLANKS.match(self.text, self.at)
+            assert blank is not None  # none at all is a match too
+            self.at = blank.end()
+            if self.at < len(self.text) or not self._more():
+                return self.text[self.at : self.at + 1]
+
+    def item(self, where: str) -> Any:
+        """The value that begins here; the place is then behind it."""
+        while True:
+            try:
+                value, self.at = self._decoder.raw_decode(self.text, self.at)
+                return value
+            except (ValueError, RecursionError) as error:
+                if len(self.text) - self.at > LONGEST or not self._more():
+                    said = getattr(error, "msg", error)
+                    raise ClearheadError(f"{where} is not JSON: {said}.") from error
+
+    def _more(self) -> bool:
+        """Read on: as much again as waits here, so that a long item takes no quadratic time."""
+        rest = self.text[self.at :]
+        more = "".join(islice(self._texts, 1 + len(rest) // 2**20))
+        self.text, self.at = rest + more, 0
+        return bool(more)
 
 
 def read_table(file: File, separator: str = ",") -> Iterator[Record]:
@@ -74,7 +108,6 @@ def read_table(file: File, separator: str = ",") -> Iterator[Record]:
     if separator == ",":
         header = next(file.lines(), "")
         separator = ";" if header.count(";") > header.count(",") else ","
-    csv.field_size_limit(max(csv.field_size_limit(), LONGEST))
     rows = csv.reader(
         file.lines(),
         delimiter=separator,
@@ -83,7 +116,7 @@ def read_table(file: File, separator: str = ",") -> Iterator[Record]:
     )
     names: list[str] = []
     try:
-        for row in rows:
+        for row in _long_rows(rows):
             if not row:
                 continue
             if not names:
@@ -109,6 +142,21 @@ READERS: dict[str, Callable[[File], Iterator[Record]]] = {
     ".tsv": functools.partial(read_table, separator="\t"),
 }
 """Suffix -> what reads records from such a file; every other file is text."""
+
+
+def _long_rows(rows: Iterator[list[str]]) -> Iterator[list[str]]:
+    """The rows, however long their fields: the limit is the whole process's, so it is put back
+    behind each.
+    """
+    while True:
+        before = csv.field_size_limit(LONGEST)
+        try:
+            row = next(rows, None)
+        finally:
+            csv.field_size_limit(before)
+        if row is None:
+            return
+        yield row
 
 
 def _header(row: list[str], file: File) -> list[str]:

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from clearhead.data.windows import windows
 from clearhead.errors import require
 from clearhead.generate.vectors import run_encoder, segments
 
@@ -40,27 +41,25 @@ def answer_question(
 ) -> Answer:
     """The answer to a question about a context; windows share `stride` tokens, or half of them."""
     one = tokenizer.encode_pair(question, context)
-    inside = [i for i, part in enumerate(one.parts) if part == 1]
-    require(len(inside) > 0, "The context is empty, and answers are pieces of it: give some text.")
-    first, last = inside[0], inside[-1] + 1
-    room = max_len - (len(one.ids) - len(inside))
+    size = one.parts.count(1)
+    require(size > 0, "The context is empty, and answers are pieces of it: give some text.")
+    first, around = one.parts.index(1), len(one.ids) - size
+    room = max_len - around
     require(
         room > 0,
         f"The question alone has {first} tokens, and the model reads {max_len}: shorten it.",
     )
-    step = room if len(inside) <= room else max(1, room - min(stride, room // 2))
-    starts = list(range(first, max(first + 1, last - room + step), step))
-    spans = [(start, min(start + room, last)) for start in starts]
-
-    def windows(values: list[int]) -> list[list[int]]:
-        return [values[:first] + values[a:b] + values[last:] for a, b in spans]
-
-    logits = run_encoder(net, windows(one.ids), segments(net, windows(one.types)))
+    kept = windows(one, max_len, min(stride, room // 2))
+    ids, types = (
+        [[values[i] for i in tokens] for tokens in kept] for values in (one.ids, one.types)
+    )
+    logits = run_encoder(net, ids, segments(net, types))
     best = None
-    for out, (a, b) in zip(logits, spans, strict=True):
-        total, score, i, j = best_span(out[first : first + b - a].float())
+    for out, tokens in zip(logits, kept, strict=True):
+        piece = slice(first, first + len(tokens) - around)
+        total, score, i, j = best_span(out[piece].float())
         if best is None or total > best[0]:
-            best = (total, score, a + i, a + j)
+            best = (total, score, tokens[first + i], tokens[first + j])
     assert best is not None
     return _cut_out(context, one.offsets[best[2]][0], one.offsets[best[3]][1], best[1])
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from clearhead.attention.cache import Cache
 from clearhead.attention.positions import Positions
 from clearhead.errors import require
-from clearhead.generate.decode import Sampling
+from clearhead.generate.decode import Sampling, check_logits
 from clearhead.generate.sampling import choose
 from clearhead.layers.stack import Memory
 
@@ -105,6 +105,7 @@ def prefill(
     last = torch.tensor([len(row) - 1 for row in rows], device=ids.device)
     logits = net.decode(ids, at=at, cache=cache)
     logits = logits[torch.arange(len(rows), device=ids.device), last]
+    check_logits(logits)
     if memory is None and beams > 1:
         copies = torch.arange(len(rows), device=ids.device).repeat_interleave(beams)
         cache.reorder(copies)

@@ -29,6 +29,7 @@ from clearhead.generate.batch import Rows, prefill, row_limits
 from clearhead.layers.stack import Memory
 
 NEVER = -math.inf
+STEEPEST = 50  # a power of the length beyond it is no number any more
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,9 @@ class Beam:
             f"{self.best} hypotheses were asked of {self.width} beams: search with as many beams.",
         )
         require(
-            isinstance(self.length_penalty, (int, float)) and math.isfinite(self.length_penalty),
-            f"length_penalty is a number, not {self.length_penalty!r}.",
+            isinstance(self.length_penalty, (int, float)) and abs(self.length_penalty) <= STEEPEST,
+            f"length_penalty is a number from -{STEEPEST} to {STEEPEST}, not "
+            f"{self.length_penalty!r}.",
         )
         require(
             self.patience in ("full", "likely", "sure"),

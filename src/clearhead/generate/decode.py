@@ -52,6 +52,14 @@ class Sampling:
         )
 
 
+def check_logits(logits: Tensor) -> None:
+    """Refuse to choose from what cannot be compared; -inf, a token that is ruled out, can."""
+    require(
+        bool(logits.amax(dim=-1).isfinite().all()),
+        "The model's outputs are not numbers: its weights are damaged.",
+    )
+
+
 def decode_tokens(
     net: Any,
     prompt: Collection[int],
@@ -59,8 +67,10 @@ def decode_tokens(
     max_len: int,
     memory: Memory | None = None,
 ) -> Iterator[int]:
-    """The ids that follow a prompt, one by one; ends at a stop id, at the limit, or where positions
-    end.
+    """The ids that follow a prompt, one by one; ends at a stop id or at the limit.
+
+    A decoder that comes to its last position reads the last half of its context again from position
+    0 and writes on: it has forgotten what was before. An encoder-decoder ends there.
     """
     ids = list(prompt)
     require(len(ids) > 0, "The prompt is empty: give at least one token to start from.")
@@ -68,7 +78,8 @@ def decode_tokens(
         len(ids) < max_len,
         f"The prompt has {len(ids)} tokens, and the model {max_len} positions: shorten the prompt.",
     )
-    room = min(len(ids) + sampling.max_new_tokens, max_len)
+    left = sampling.max_new_tokens
+    room = min(len(ids) + left, max_len)
     device = next(net.parameters()).device
     dice = None
     if sampling.seed is not None:
@@ -80,6 +91,8 @@ def decode_tokens(
         # Only the step itself is without gradients and dropout: between tokens the caller works.
         with torch.inference_mode(), net.at_rest():
             logits: Tensor = net.decode(new, cache=cache)[:, -1]
+            if len(ids) == len(prompt):
+                check_logits(logits)
             if len(never):
                 logits = logits.index_fill(1, never, torch.finfo(logits.dtype).min)
             how = (sampling.temperature, sampling.top_k, sampling.top_p)
@@ -89,5 +102,12 @@ def decode_tokens(
             return
         yield token
         ids.append(token)
-        if len(ids) >= room:
+        left -= 1
+        if left == 0:
             return
+        if len(ids) == max_len:
+            if memory is not None or max_len < 2:
+                return
+            ids = ids[-(max_len // 2) :]
+            cache = net.new_cache(1, min(len(ids) + left, max_len))
+            new = torch.tensor([ids], device=device)

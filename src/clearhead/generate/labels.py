@@ -7,30 +7,45 @@ from typing import Any
 
 from torch import Tensor
 
+from clearhead.data.labelled import cut_to
 from clearhead.errors import require
-from clearhead.generate.vectors import cut, run_encoder, segments
+from clearhead.generate.vectors import run_encoder, segments
 
 Pair = tuple[str, str]
 
 
 def classify_texts(
-    net: Any, tokenizer: Any, texts: Sequence[str | Pair], labels: Sequence[str], max_len: int
+    net: Any,
+    tokenizer: Any,
+    texts: Sequence[str | Pair],
+    labels: Sequence[str],
+    max_len: int,
+    true: str = "one",
 ) -> list[dict[str, float]]:
-    """For each text, or pair of texts, label -> probability, the most likely first. A head with one
-    output measures something, and its number is given as it is. Texts that are too long are cut.
+    """For each text, or pair of texts, label -> probability, the most likely first. Where each
+    label may be `true` by itself ("several"), these do not add up to 1; a head that measures, as
+    one with one output does, has its numbers given as they are. Texts that are too long are cut as
+    in training.
     """
     encoded = [
         tokenizer.encode_with_offsets(text) if isinstance(text, str) else _pair(tokenizer, text)
         for text in texts
     ]
-    rows = [cut(one.ids, max_len) for one in encoded]
-    types = segments(net, [cut(one.types, max_len) for one in encoded])
+    kept = [cut_to(one, max_len, "A text") for one in encoded]
+    rows = [[one.ids[i] for i in places] for one, places in zip(encoded, kept, strict=True)]
+    types = [[one.types[i] for i in places] for one, places in zip(encoded, kept, strict=True)]
     found = []
-    for logits in run_encoder(net, rows, types):
-        values = logits.float().softmax(dim=0) if len(logits) > 1 else logits
+    for logits in run_encoder(net, rows, segments(net, types)):
+        values = _values(logits.float(), true)
         best = values.argsort(descending=True, stable=True).tolist()
         found.append({_name(labels, i, len(logits)): float(values[i]) for i in best})
     return found
+
+
+def _values(logits: Tensor, true: str) -> Tensor:
+    if true == "several":
+        return logits.sigmoid()
+    return logits.softmax(dim=0) if true == "one" and len(logits) > 1 else logits
 
 
 def tag_sentences(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from clearhead.attention.rms import RMSNorm
 from clearhead.config import Spec
 from clearhead.errors import require
 
@@ -49,4 +50,4 @@ class RMSNormConfig(NormConfig, kind="rms_norm"):
         require(self.eps >= 0, f"The epsilon of a norm must be 0 or more, not {self.eps}.")
 
     def build(self, width: int) -> nn.Module:
-        return nn.RMSNorm(width, eps=self.eps)
+        return RMSNorm(width, eps=self.eps)

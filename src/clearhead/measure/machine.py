@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -134,8 +135,7 @@ def examine(*, quick: bool = False, folder: str | Path = ".") -> Machine:
 def advise(report: Report, processor: Processor) -> Advice:
     """Device, number format, threads and expectations from what was found."""
     devices = report.torch.devices if report.torch else ("cpu",)
-    best = next((d for kind in ("cuda", "mps") for d in devices if d.startswith(kind)), "cpu")
-    device = best.partition(" ")[0]
+    device = best_device(devices)
     roofs = report.roofs or Roofs()
     dtype, reason = _dtype(device, report, roofs.bf16)
     return Advice(
@@ -146,6 +146,12 @@ def advise(report: Report, processor: Processor) -> Advice:
         train_tokens=roofs.gemm and training_roof(roofs.gemm, GPT2_PARAMETERS),
         decode_tokens=roofs.bandwidth and decoding_roof(roofs.bandwidth, GPT2_PARAMETERS),
     )
+
+
+def best_device(devices: Sequence[str]) -> str:
+    """Where to compute, of what PyTorch has here: a GPU if there is one."""
+    best = next((d for kind in ("cuda", "mps") for d in devices if d.startswith(kind)), "cpu")
+    return best.partition(" ")[0]
 
 
 def _dtype(device: str, report: Report, ratio: float | None) -> tuple[str, str]:
@@ -221,7 +227,7 @@ def torch_problems(report: Report, processor: Processor) -> list[Problem]:
             )
         )
     if report.died_in:
-        problems.append(_crash(report, processor))
+        problems.append(crash(report, processor))
     problems += _thread_problems(found, processor)
     if not any(d.startswith("cuda") for d in found.devices) and shutil.which("nvidia-smi"):
         mend = "Compare the CUDA version that nvidia-smi prints with the one PyTorch was built for"
@@ -231,15 +237,16 @@ def torch_problems(report: Report, processor: Processor) -> list[Problem]:
     return problems
 
 
-def _crash(report: Report, processor: Processor) -> Problem:
-    if report.died_in == "bf16":
+def crash(report: Report, processor: Processor) -> Problem:
+    """What it means that the child process died."""
+    if report.died_in in ("bf16", "fp16"):
         mend = "Stay with fp32"
         if "AMX" in processor.simd:
             mend += (
                 ", or keep AMX out of it, which this processor names but may not grant: "
                 "export ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
             )
-        what = f"A bf16 matrix product ends the program ({report.reason})."
+        what = f"A {report.died_in} matrix product ends the program ({report.reason})."
         return Problem(what, mend)
     return Problem(
         f"PyTorch fails in a plain calculation ({report.died_in}: {report.reason}).",

@@ -158,8 +158,8 @@ def _linear(linear: nn.Linear, place: Place, tokens: int, keeps: bool = True) ->
 
 def _norm(norm: nn.Module, tokens: int) -> int:
     width = width_of(norm)
-    # LayerNorm: input, mean, deviation; RMSNorm: input, its normalised form, root mean square.
-    return tokens * (width + 2 if isinstance(norm, nn.LayerNorm) else 2 * width + 1)
+    # LayerNorm: input, mean, deviation; RMSNorm: input, root mean square.
+    return tokens * (width + 2 if isinstance(norm, nn.LayerNorm) else width + 1)
 
 
 def count_attention(

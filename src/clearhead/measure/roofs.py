@@ -53,6 +53,8 @@ class Roofs:
     """fp32 matrix product, GFLOP/s."""
     bf16: float | None = None
     """bf16 matrix product as a multiple of the fp32 one of the same size: below 1 it is slower."""
+    fp16: float | None = None
+    """The same of fp16; only for those who ask."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ def _reason(code: int, stderr: str) -> str:
 def _child() -> None:
     """One JSON object a line, written at once: the lines before a crash are not lost."""
     _say(torch=_about_torch())
-    measures = {"bandwidth": _bandwidth, "gemm": _gemm, "bf16": _bf16}
+    measures = {"bandwidth": _bandwidth, "gemm": _gemm, "bf16": _bf16, "fp16": _fp16}
     for probe in sys.argv[1:]:
         _say(**{probe: measures[probe]()})
 
@@ -134,21 +136,26 @@ def _say(**facts: Any) -> None:
     sys.stdout.flush()
 
 
+def find_devices() -> list[str]:
+    """Where PyTorch can compute: cpu, cuda:0 (with its name), mps."""
+    import torch
+
+    devices = ["cpu"]
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        devices += [f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(count)]
+    return [*devices, *(["mps"] if torch.backends.mps.is_available() else [])]
+
+
 def _about_torch() -> dict[str, Any]:
     import torch
 
     cuda = torch.cuda.is_available()
-    devices = ["cpu"]
-    if cuda:
-        count = torch.cuda.device_count()
-        devices += [f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(count)]
-    if torch.backends.mps.is_available():
-        devices.append("mps")
     return {
         "version": torch.__version__,
         "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),
-        "devices": devices,
+        "devices": find_devices(),
         "cuda_build": torch.version.cuda is not None,
         "cuda_bf16": cuda and torch.cuda.is_bf16_supported(),
     }
@@ -173,6 +180,12 @@ def _bf16() -> float:
 
     # Smaller than above: where bf16 is emulated, one product of that size takes seconds.
     return _product_rate(512, torch.bfloat16) / _product_rate(512, torch.float32)
+
+
+def _fp16() -> float:
+    import torch
+
+    return _product_rate(512, torch.float16) / _product_rate(512, torch.float32)
 
 
 def _product_rate(size: int, dtype: Any) -> float:

@@ -164,6 +164,8 @@ def pearson(expected: Numbers, found: Numbers) -> float:
     """The linear correlation; not a number where one side never changes."""
     _check_equal(expected, found)
     a, b = (np.asarray(x, dtype=np.float64) for x in (expected, found))
+    if not np.ptp(a) or not np.ptp(b):  # their mean may differ from them by a rounding
+        return math.nan
     a, b = a - a.mean(), b - b.mean()
     scale = math.sqrt(float(a @ a) * float(b @ b))
     return min(1.0, max(-1.0, float(a @ b) / scale)) if scale else math.nan

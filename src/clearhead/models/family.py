@@ -40,6 +40,7 @@ FAMILIES: dict[str, str] = {
     "whisper": "clearhead.models.whisper",
 }
 
+SIZES = ("d_model", "n_layers", "n_decoder_layers", "n_heads", "max_len", "d_ff", "vocab_size")
 LARGEST = 10**9  # of any size: more is a damaged or hostile file
 Shape = Literal["encoder", "decoder", "encoder-decoder", "two-tower"]
 
@@ -66,7 +67,7 @@ class FamilyConfig(Spec):
 
     def __post_init__(self) -> None:
         """What no model can be built with, whatever its family."""
-        for name in ("d_model", "n_layers", "n_heads", "max_len", "d_ff", "vocab_size"):
+        for name in SIZES:
             size = getattr(self, name, None)
             least = 0 if name == "vocab_size" else 1  # images have no vocabulary
             require(size is None or size >= least, f"{name} must be {least} or more, not {size}.")
@@ -121,6 +122,22 @@ def _head_tie(embed: EmbedConfig, head: HeadConfig | None) -> Ties:
         f'it: use head={{"kind": "{head.kind}", "tied": false}}.',
     )
     return (("head.proj.weight", "embed.tokens.weight"),)
+
+
+def depth(config: FamilyConfig) -> int:
+    """The layers of the deeper side: so many a key table must be spelt out for."""
+    return max(config.n_layers, getattr(config, "n_decoder_layers", None) or 0)
+
+
+def check_depth(config: FamilyConfig, tensors: int, where: str) -> None:
+    """Refuse more layers than weights, before anything is built: a layer has at least one
+    tensor.
+    """
+    require(
+        depth(config) <= max(tensors, 1),
+        f"{where} says {depth(config)} layers, but the weights are only {tensors} tensors: the two "
+        "do not belong together.",
+    )
 
 
 def family(name: str) -> ModuleType:

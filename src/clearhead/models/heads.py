@@ -205,6 +205,10 @@ class ClassificationConfig(HeadConfig, kind="classification"):
 
     n_labels: int = 2
     """How many labels."""
+    true: Literal["one", "several", "none"] = "one"
+    """How many labels are true of a text: one of all, several (each for itself), or none: the
+    numbers measure something. A single one measures unless it is "several".
+    """
 
     def __post_init__(self) -> None:
         require(self.n_labels >= 1, f"n_labels must be 1 or more, not {self.n_labels}.")

@@ -7,7 +7,7 @@ A family's file gives `HEADS` ({our head: their architecture}), `from_hf(hf, nam
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from clearhead.errors import ClearheadError, did_you_mean, require
 from clearhead.models.heads import (
@@ -60,6 +60,12 @@ AUTO = {
     "ForConditionalGeneration": "AutoModelForSeq2SeqLM",
     "MTModel": "AutoModelForSeq2SeqLM",
     "LMHeadModel": "AutoModelForCausalLM",
+}
+
+# Their problem_type -> how many labels are true of a text; they leave it out where it is one.
+PROBLEMS: dict[str, Literal["one", "several", "none"]] = {
+    "multi_label_classification": "several",
+    "regression": "none",
 }
 
 Heads = Mapping[str, str]
@@ -152,12 +158,13 @@ def read_head(hf: Mapping[str, Any], heads: Heads, default: str) -> str:
 def head_of(hf: Mapping[str, Any], heads: Heads, default: str, tied: bool) -> HeadConfig | None:
     """The head that a config's architecture has, in our words."""
     kind, labels = read_head(hf, heads, default), read_labels(hf)
+    true = PROBLEMS.get(str(hf.get("problem_type")), "one")
     made: dict[str, HeadConfig | None] = {
         "none": None,
         "lm": LMConfig(tied),
         "masked_lm": MaskedLMConfig(tied),
         "pooling": PoolingConfig(dense=True),
-        "classification": ClassificationConfig(labels),
+        "classification": ClassificationConfig(labels, true),
         "tagging": TaggingConfig(labels),
         "span": SpanConfig(),
     }
@@ -198,4 +205,7 @@ def write_head(head: HeadConfig | None, heads: Heads, model: str) -> dict[str, A
     if count is not None:
         said["id2label"] = {str(i): f"LABEL_{i}" for i in range(count)}
         said["label2id"] = {f"LABEL_{i}": i for i in range(count)}
+    for problem, true in PROBLEMS.items():
+        if true == getattr(head, "true", "one"):
+            said["problem_type"] = problem
     return said

@@ -61,12 +61,6 @@ class EMA:
         new = [p.detach() for _, p in net.named_parameters()]
         torch._foreach_lerp_(list(self.weights.values()), new, 1.0 - keep)
 
-    @contextmanager
-    def in_place(self, net: nn.Module) -> Iterator[None]:
-        """The network with the averaged weights within the block."""
-        with swapped(net, self.weights):
-            yield
-
 
 @contextmanager
 def swapped(net: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:

@@ -20,6 +20,7 @@ from clearhead.model import Model
 from clearhead.training.job import Job
 from clearhead.training.loop import Trainer
 from clearhead.training.loss import batch_loss
+from clearhead.training.reached import measured_already
 from clearhead.training.recipe import Recipe
 
 MEASURED = 2.5  # seconds of steps, and a second of evaluation; less where the budget is short
@@ -56,6 +57,8 @@ def fit_budget(job: Job) -> tuple[Job, str]:
         f"{minutes:g} minute{'' if minutes == 1 else 's'} here are about {train.steps:,} steps of "
         f"{_milliseconds(speed.step)}, evaluated every {train.eval_every:,}"
     )
+    if not measured_already(recipe):
+        said += f", plus measuring {recipe.eval.metric} at the end"
     return dataclasses.replace(job, recipe=recipe), said
 
 
@@ -69,9 +72,15 @@ def decide(recipe: Recipe, speed: Speed, seconds: float) -> Recipe:
     train, optim = recipe.train, recipe.optim
     fewest, most = EVALUATIONS
     wished = max(fewest, min(most, int(left / speed.step) // train.eval_every))
-    affordable = max(1, int(EVALUATING * left / max(speed.evaluation, 1e-9)))
-    evaluations = min(wished, affordable)
-    steps = int((left - evaluations * speed.evaluation) / _with_checkpoints(recipe, speed))
+    one = speed.evaluation + speed.checkpoint  # there is a checkpoint at each, or more
+    evaluations = min(wished, max(1, int(EVALUATING * left / max(one, 1e-9))))
+    saved = speed.step + speed.checkpoint / train.checkpoint_every  # where they are more
+    steps = int(
+        min(
+            (left - evaluations * one) / speed.step,
+            (left - evaluations * speed.evaluation) / saved,
+        )
+    )
     require(
         steps >= 1,
         f"{seconds / 60:g} minutes are too few here: a step takes {speed.step:.2g} s and an "
@@ -89,11 +98,6 @@ def decide(recipe: Recipe, speed: Speed, seconds: float) -> Recipe:
         ),
         optim=dataclasses.replace(optim, warmup=min(optim.warmup, steps // 5)),
     )
-
-
-def _with_checkpoints(recipe: Recipe, speed: Speed) -> float:
-    """Seconds a step takes with its share of a checkpoint."""
-    return speed.step + speed.checkpoint / recipe.train.checkpoint_every
 
 
 def measure_speed(job: Job, budget: float) -> Speed:

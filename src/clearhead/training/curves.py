@@ -176,7 +176,7 @@ class Curves:
             return
         try:
             draw_curves(self.folder)
-        except OSError:  # a full disk stops the run at its next checkpoint, with what to do
+        except Exception:  # whatever it is: a full disk is told at the next checkpoint
             return
         took = time.monotonic() - start
         self._next = start + max(PAUSE, 50 * took)

@@ -21,7 +21,7 @@ tokens      unknown ones, unused ones
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ from clearhead.training.checks_weights import (
     mean_factor,
     try_step,
 )
+from clearhead.training.events import Say, silent
 from clearhead.training.finding import LEVELS, Finding
 from clearhead.training.folder import RunFolder
 from clearhead.training.job import prepare
@@ -79,11 +80,7 @@ class Diagnosis:
         return {"run": self.run, "step": self.step, "steps": self.total, "findings": found}
 
 
-def _silent(message: str) -> None:
-    """Hear a message and say nothing."""
-
-
-def diagnose(run: str | Path, say: Callable[[str], None] = _silent) -> Diagnosis:
+def diagnose(run: str | Path, say: Say = silent) -> Diagnosis:
     """Every check on the folder of a run, which stays as it is."""
     folder = RunFolder(run)
     recipe = folder.read_recipe()

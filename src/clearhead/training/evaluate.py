@@ -3,7 +3,7 @@
 next_token, masked, spans   loss, perplexity; of running text also bits per character and byte
 seq2seq                     loss, BLEU (cased; lower-cased as papers have it), chrF, exact match
 classification              loss, accuracy, macro F1
-tagging                     loss, accuracy, F1 of entities (or of tags where they name none)
+tagging                     accuracy, F1 of entities (or of tags where they name none)
 span_qa                     exact match, F1 of words
 pairs                       Spearman and Pearson against the scores; without scores, how often the
                             right partner is the nearest
@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -25,19 +24,21 @@ import torch
 import torch.nn.functional as F
 
 from clearhead.data.batch import IGNORED, Batch
-from clearhead.data.batches import fixed
 from clearhead.data.corpus import Corpus
 from clearhead.data.labelled import Classification, Tagging
 from clearhead.data.language import NextToken, Seq2seq
+from clearhead.data.masking import Masked
 from clearhead.data.objectives import Objective
 from clearhead.data.pairs import Pairs, SpanQA
 from clearhead.errors import require
 from clearhead.measure import scores as ms
 from clearhead.measure.translation import bleu, chrf
 from clearhead.model import Model
-from clearhead.training.job import EVAL_TOKENS, fits, make_store, suited
+from clearhead.training.columns import known_pair, labelled, two_columns
+from clearhead.training.job import fits, in_order, make_store, suited
 
 SAMPLES = 1000  # draws of the bootstrap
+ROWS = 1024  # texts that are compared with all others at a time
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class How:
     length_penalty: float = 1.0
     """Above 1 favours long texts."""
     limit: int | None = None
-    """Only so many records; None: all."""
+    """Only so many records (of running text, characters); None: all."""
     length: int | None = None
     """Tokens in a window of running text; None: as many as the model has positions."""
 
@@ -80,7 +81,8 @@ def evaluate(
         f"The objective {objective.kind} is for an {objective.shape}; the model is a "
         f"{model.config.shape}.",
     )
-    records = list(islice(corpus.records(split), how.limit)) if not objective.stream else []
+    corpus = _limited(corpus, split, how.limit)
+    records = [] if objective.stream else list(corpus.records(split))
     with model.net.at_rest():
         if isinstance(objective, Seq2seq):
             return _loss(model, objective, corpus, split, how) | _written(
@@ -97,6 +99,17 @@ def evaluate(
         return _loss(model, objective, corpus, split, how)
 
 
+def _limited(corpus: Corpus, split: str, limit: int | None) -> Corpus:
+    """The corpus with the first part of a split, which is another content with another print."""
+    if limit is None:
+        require(
+            corpus.count(split) is not None,
+            f"The {split} data of {corpus.name} have no end: say how many to measure on (--limit).",
+        )
+        return corpus
+    return replace(corpus, parts={**corpus.parts, split: corpus.parts[split].part(0, limit)})
+
+
 # -- what is likely
 
 
@@ -108,8 +121,7 @@ def _loss(
     length = min(how.length or model.config.max_len, model.config.max_len)
     bound = suited(objective.bind(model.tokenizer), model, length)
     store = make_store(corpus, split, bound, model.tokenizer)
-    size = {"length": length} if objective.stream else {"max_len": length}
-    rows = [_row_losses(model, b, bound) for b in fixed(store, bound, tokens=EVAL_TOKENS, **size)]
+    rows = [_row_losses(model, batch, bound) for batch in in_order(store, bound, model, length)]
     nats, counts = (np.concatenate(column) for column in zip(*rows, strict=True))
     total, count = float(nats.sum()), int(counts.sum())
     require(count > 0, f"The {split} data ask for nothing: give more of them.")
@@ -122,11 +134,11 @@ def _loss(
         "perplexity": Score(ms.perplexity(total, count), ends),
     }
     if isinstance(objective, NextToken):
-        texts = [str(record["text"]) for record in corpus.records(split)]
-        for name, size_of in (
-            ("bits_per_character", sum(map(len, texts))),
-            ("bits_per_byte", sum(len(text.encode()) for text in texts)),
-        ):
+        characters = size = 0
+        for record in corpus.records(split):
+            text = str(record["text"])
+            characters, size = characters + len(text), size + len(text.encode())
+        for name, size_of in (("bits_per_character", characters), ("bits_per_byte", size)):
             per = count / size_of
             low, high = (edge * per / math.log(2) for edge in (interval.low, interval.high))
             found[name] = Score(ms.bits_per(total, size_of), ms.Interval(low, high))
@@ -213,7 +225,8 @@ def _tagged(model: Model, objective: Tagging, records: Sequence[Any]) -> dict[st
     wanted = [_words(record[objective.tags]) for record in records]
     found = [[tag for _, tag in model.tag(row)] for row in words]
     pairs = list(zip(wanted, found, strict=True))
-    right = np.array([np.mean([a == b for a, b in zip(*pair, strict=True)]) for pair in pairs])
+    counts = np.array([len(row) for row in wanted])
+    right = np.array([sum(a == b for a, b in zip(*pair, strict=True)) for pair in pairs])
     marks = {tag[:2] for row in wanted for tag in row if tag != "O"}
     entities = marks <= {"B-", "I-", "E-", "S-"}
 
@@ -223,8 +236,13 @@ def _tagged(model: Model, objective: Tagging, records: Sequence[Any]) -> dict[st
             return ms.span_f1([a for a, _ in some], [b for _, b in some]).value
         return ms.macro_f1([t for a, _ in some for t in a], [t for _, b in some for t in b])
 
+    def accuracy(drawn: Any) -> float:
+        return float(right[drawn].sum() / counts[drawn].sum())
+
     return {
-        "accuracy": _mean(right),
+        "accuracy": Score(
+            accuracy(np.arange(len(pairs))), ms.bootstrap(accuracy, len(pairs), SAMPLES)
+        ),
         "f1": Score(f1(range(len(pairs))), ms.bootstrap(f1, len(pairs), SAMPLES // 5)),
     }
 
@@ -250,7 +268,9 @@ def _compared(model: Model, objective: Pairs, records: Sequence[Any]) -> dict[st
     first = model.embed([str(record[objective.first]) for record in records])
     second = model.embed([str(record[objective.second]) for record in records])
     if objective.score is None:
-        nearest = (F.normalize(first, dim=-1) @ F.normalize(second, dim=-1).T).argmax(dim=1)
+        others = F.normalize(second, dim=-1).T
+        rows = F.normalize(first, dim=-1).split(ROWS)  # all by all would be the square of the data
+        nearest = torch.cat([(row @ others).argmax(dim=1) for row in rows])
         return {"accuracy": _mean((nearest == torch.arange(len(nearest))).numpy())}
     cosine = F.cosine_similarity(first, second).numpy()
     wanted = np.array([float(record[objective.score]) for record in records])
@@ -268,15 +288,19 @@ def _compared(model: Model, objective: Pairs, records: Sequence[Any]) -> dict[st
 def objective_for(model: Model, corpus: Corpus) -> Objective:
     """What a model is for, judged by its head and the columns of the data."""
     kind = getattr(getattr(model.config, "head", None), "kind", None)
-    columns = corpus.columns
+
+    def pairs() -> Objective:
+        first, second = known_pair(corpus) or ("first", "second")
+        return Pairs(first, second, score="score" if "score" in corpus.columns else None)
+
     guesses: dict[str | None, Callable[[], Objective]] = {
-        "lm": NextToken if model.config.shape == "decoder" else Seq2seq,
-        "classification": lambda: Classification(
-            text=next((c for c in columns if c != "label"), "text"), labels=tuple(model.labels)
-        ),
+        "lm": NextToken if model.config.shape == "decoder" else lambda: two_columns(corpus),
+        "t5_lm": lambda: two_columns(corpus),
+        "masked_lm": Masked,
+        "classification": lambda: labelled(corpus, tuple(model.labels)),
         "tagging": lambda: Tagging(labels=tuple(model.labels)),
         "span": SpanQA,
-        "pooling": lambda: Pairs(score="score" if "score" in columns else None),
+        "pooling": pairs,
     }
     require(
         kind in guesses,

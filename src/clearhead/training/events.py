@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from clearhead.training.finding import Finding
+
+Say = Callable[[str], None]
+
+
+def silent(message: str) -> None:
+    """Hear a message and say nothing."""
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,14 @@ class Guard:
         self.norms: list[float] = []
         self.row = 0  # bad steps one behind the other
 
-    def fault(self, loss: float, norm: float) -> str | None:
-        """What is wrong with a step, or None; good steps are remembered."""
+    def fault(self, loss: float, norm: float, scale: float = 1.0) -> str | None:
+        """What is wrong with a step, or None; good steps are remembered.
+
+        `scale` is what fp16 multiplied the loss by: while it can be less, a gradient that is too
+        large says nothing about the run.
+        """
+        if scale > 1 and math.isfinite(loss) and not math.isfinite(norm):
+            return f"fp16 cannot hold the gradient times {scale:g}; it is scaled less from now on"
         wrong = self._fault(loss, norm)
         self.row = self.row + 1 if wrong else 0
         if not wrong:
@@ -62,7 +68,9 @@ class Guard:
 
 
 def first_bad_layer(net: nn.Module, call: Callable[[], Any]) -> str | None:
-    """The first parameter that is not finite, or else the first module whose output is not."""
+    """The first parameter that is not finite, or else the first module whose output is not, or else
+    the last parameter whose gradient is not: a bad gradient spreads towards the input.
+    """
     for name, parameter in net.named_parameters():
         if not bool(parameter.isfinite().all()):
             return f"{name} (its weights)"
@@ -85,7 +93,7 @@ def first_bad_layer(net: nn.Module, call: Callable[[], Any]) -> str | None:
             handle.remove()
     if found:
         return f"{found[0]} (its output)"
-    for name, parameter in net.named_parameters():
+    for name, parameter in reversed(list(net.named_parameters())):
         if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
             return f"{name} (its gradient)"
     return None

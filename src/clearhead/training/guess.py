@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from clearhead.data.corpus import Corpus, open_corpus
-from clearhead.errors import ClearheadError
-from clearhead.training.recipe import Recipe
+from clearhead.data.labelled import Classification
+from clearhead.data.objectives import Objective, read_objective
+from clearhead.training.columns import guess_objective
+from clearhead.training.recipe import Recipe, merge
 from clearhead.training.tune import settle
 
 CHARACTERS = 5_000_000  # of text; longer ones are cut into pieces of words
@@ -27,11 +29,23 @@ MUON = {
 def guess_recipe(source: str, changes: Mapping[str, Any]) -> Recipe:
     """The settings for a source, with some changed."""
     corpus = open_corpus(source)
-    data = _language(corpus) if "text" in corpus.columns and len(corpus.columns) == 1 else None
-    if data is None:
-        data = _labelled(corpus) if "label" in corpus.columns else _pairs(corpus)
-    data["data"]["source"] = source
+    chosen = _said(changes) or guess_objective(corpus)
+    if chosen.shape == "decoder":
+        data = _language(corpus)
+    else:
+        data = _reader() if chosen.shape == "encoder" else _pairs()
+    data["data"] = {"source": source, "objective": chosen.to_dict(), **data["data"]}
+    if isinstance(chosen, Classification):
+        data["eval"] = {"metric": "accuracy"}
     return Recipe.from_dict(settle(data, changes), Path(source).stem or "run")
+
+
+def _said(changes: Mapping[str, Any]) -> Objective | None:
+    """The objective that was set by hand; None: none was."""
+    some = {key: value for key, value in changes.items() if key.startswith("data.objective")}
+    table = merge({}, some).get("data", {}).get("objective")
+    known = isinstance(table, str) or (isinstance(table, Mapping) and "kind" in table)
+    return read_objective(table, "data.objective") if known else None
 
 
 def _language(corpus: Corpus) -> dict[str, Any]:
@@ -40,7 +54,7 @@ def _language(corpus: Corpus) -> dict[str, Any]:
     small = size <= CHARACTERS
     width, layers, context = (192, 4, 128) if small else (256, 6, 256)
     return {
-        "data": {"objective": "next_token", "length": _context(size, context)},
+        "data": {"length": _context(size, context)},
         "tokenizer": "characters" if small else {"kind": "bpe", "vocab_size": 8000},
         "model": {
             "family": "llama",
@@ -61,17 +75,10 @@ def _context(size: int, most: int) -> int:
     return max(8, min(most, size // 20))
 
 
-def _pairs(corpus: Corpus) -> dict[str, Any]:
+def _pairs() -> dict[str, Any]:
     """Two columns: an encoder-decoder that makes the second of the first."""
-    columns = corpus.columns
-    if len(columns) < 2:
-        raise ClearheadError(
-            f"{corpus.name} has the columns {', '.join(columns)}: Clearhead guesses what to do "
-            'with "text", with "text" and "label", and with two columns of texts. Say what else it '
-            "is for in a recipe: data.objective."
-        )
     return {
-        "data": {"objective": {"kind": "seq2seq"}, "by": "tokens"},
+        "data": {"by": "tokens"},
         "tokenizer": {"kind": "bpe", "vocab_size": 8000},
         "model": {
             "family": "transformer",
@@ -88,11 +95,10 @@ def _pairs(corpus: Corpus) -> dict[str, Any]:
     }
 
 
-def _labelled(corpus: Corpus) -> dict[str, Any]:
-    """Texts with labels: an encoder that tells them apart."""
-    text = next(name for name in (*corpus.columns, "text") if name != "label")
+def _reader() -> dict[str, Any]:
+    """Texts with labels, say: an encoder that tells them apart."""
     return {
-        "data": {"objective": {"kind": "classification", "text": text}, "by": "tokens"},
+        "data": {"by": "tokens"},
         "tokenizer": {"kind": "bpe", "vocab_size": 8000},
         "model": {
             "family": "bert",
@@ -105,5 +111,4 @@ def _labelled(corpus: Corpus) -> dict[str, Any]:
         },
         "train": {"minutes": MINUTES, "batch": 2048, "patience": 5},
         "optim": {"name": "adamw", "lr": 1e-3, "warmup": 50, "schedule": "cosine"},
-        "eval": {"metric": "accuracy"},
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,15 +21,18 @@ from clearhead.errors import require
 from clearhead.model import Model
 from clearhead.text.tokenizer import Tokenizer
 from clearhead.text.trained import train_tokenizer
+from clearhead.training.figures import check_metric
 from clearhead.training.lora import add_lora
 from clearhead.training.optim import freeze
 from clearhead.training.recipe import Ready, Recipe
 from clearhead.training.room import check_weights
+from clearhead.training.schedule import Noam
 from clearhead.weights.folder import LABELS
 from clearhead.weights.new_head import draw_head
 
-EVAL_TOKENS = 8192  # slots in a batch of evaluation
-VERSION = 1  # of what a store holds: counted up, older caches are made anew
+EVAL_SLOTS = 8192  # in a batch of evaluation, at most
+EVAL_LOGITS = 2**26  # numbers that come out of one, at most: 256 MB
+VERSION = 2  # of what a store holds: counted up, older caches are made anew
 
 
 @dataclass
@@ -50,19 +53,29 @@ class Job:
     """Tokens in a window."""
     drawn: tuple[str, ...] = ()
     """Parameters that the model to start from did not have."""
+    mark: str = ""
+    """A hash of every character of the data and of the tokeniser."""
 
     def validation(self, limit: int | None = None) -> Iterator[Batch]:
         """The validation examples in a fixed order, each once."""
-        if self.objective.stream:
-            batches = fixed(self.valid, self.objective, length=self.length, tokens=EVAL_TOKENS)
-        else:
-            batches = fixed(self.valid, self.objective, tokens=EVAL_TOKENS, max_len=self.length)
+        batches = in_order(self.valid, self.objective, self.model, self.length)
         seen = 0
         for batch in batches:
             if limit is not None and seen >= limit:
                 return
             seen += batch.inputs[-1].shape[0]
             yield batch
+
+
+def in_order(store: Store, objective: Objective, model: Model, length: int) -> Iterator[Batch]:
+    """Examples for an evaluation, each once, so many at a time that the output stays small."""
+    slots = EVAL_SLOTS
+    if objective.ask == "tokens":
+        own = model.config
+        words = getattr(own, "target_vocab_size", None) or own.vocab_size
+        slots = max(length, min(slots, EVAL_LOGITS // words))
+    size = {"length": length} if objective.stream else {"max_len": length}
+    return fixed(store, objective, tokens=slots, **size)
 
 
 def prepare(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Job:
@@ -73,6 +86,7 @@ def prepare(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Job:
     data = recipe.data
     corpus = open_corpus(data.source, data.valid, data.test, data.split, data.limit)
     objective = data.objective.prepare(corpus)
+    check_metric(recipe.eval.metric, objective.kind)
     start: Model | None = None
     drawn: tuple[str, ...] = ()
     if recipe.model.source:
@@ -81,6 +95,7 @@ def prepare(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Job:
     model = start or _new_model(recipe, objective, tokenizer)
     model.tokenizer = tokenizer
     _companions(model, objective, tokenizer)
+    recipe = _with_width(recipe, model)
     freeze(model.net, recipe.optim.freeze)
     if recipe.train.lora is not None:
         add_lora(model.net, recipe.train.lora, torch.Generator().manual_seed(recipe.train.seed))
@@ -88,7 +103,18 @@ def prepare(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Job:
     objective = suited(objective.bind(tokenizer), model, length)
     stream = _stream(recipe, corpus, objective, tokenizer, length)
     valid = make_store(corpus, "valid", objective, tokenizer)
-    return Job(recipe, objective, model, stream, valid, length, drawn)
+    mark = _hash(corpus.fingerprint, _vocabularies(tokenizer))
+    return Job(recipe, objective, model, stream, valid, length, drawn, mark)
+
+
+def _with_width(recipe: Recipe, model: Model) -> Recipe:
+    """Noam's schedule with the model's width, unless another was set."""
+    schedule = recipe.optim.schedule
+    if not isinstance(schedule, Noam) or schedule.d_model is not None:
+        return recipe
+    width = getattr(model.config, "d_model", None)
+    optim = replace(recipe.optim, schedule=Noam(width))
+    return replace(recipe, optim=optim)
 
 
 def suited(objective: Objective, model: Model, length: int) -> Objective:
@@ -108,11 +134,17 @@ def suited(objective: Objective, model: Model, length: int) -> Objective:
 
 def make_store(corpus: Corpus, split: str, objective: Objective, tokenizer: Tokenizer) -> Store:
     """The examples of a split on disk, made once for this text, tokeniser and objective."""
-    vocabularies = [tokenizer.backend.to_str(), tokenizer.target.backend.to_str()]
-    parts = [corpus.fingerprint, split, vocabularies, objective.to_dict(), VERSION]
-    key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
+    vocabularies = _vocabularies(tokenizer)
+    key = _hash(corpus.fingerprint, split, vocabularies, objective.to_dict(), VERSION)
     return cached_store(key, lambda: objective.examples(corpus.records(split), tokenizer), None)
+
+
+def _vocabularies(tokenizer: Tokenizer) -> list[str]:
+    return [tokenizer.backend.to_str(), tokenizer.target.backend.to_str()]
+
+
+def _hash(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def _stream(

@@ -35,7 +35,7 @@ from clearhead.training.live import LiveDiagnosis
 from clearhead.training.loss import batch_loss
 from clearhead.training.machine import autocast, loss_scaler, pick_device, recompute_blocks
 from clearhead.training.optim import build_optimisers, set_rates
-from clearhead.training.sharded import share_out
+from clearhead.training.sharded import share_out, whole
 from clearhead.training.state import (
     check_processes,
     chosen_weights,
@@ -69,13 +69,14 @@ class Trainer:
         self.scaler = loss_scaler(train.machine, self.device)
         if train.machine.recompute:
             recompute_blocks(self.net)
-        whole: Any = self.world.copied(self.net, self.device)
-        self.forward: Any = torch.compile(whole) if train.machine.compile else whole
+        copied: Any = self.world.copied(self.net, self.device)
+        self.forward: Any = torch.compile(copied) if train.machine.compile else copied
         self.done = 0
         self.tokens = 0
         self.seconds = 0.0
         self.best = math.inf
         self.waited = 0  # evaluations since the best one
+        self.interrupted = False  # asked to end by any process, before its end
         self._stop = ""
 
     def stop(self, why: str) -> None:
@@ -88,8 +89,10 @@ class Trainer:
         """Train from where the run is to its end."""
         train = self.recipe.train
         stream = prefetch(self.job.batches, self.done * train.accumulate, self.recipe.data.workers)
+        if self.folder is not None and self.world.first:
+            self.folder.lock()
         try:
-            while self.done < train.steps and not self._patience_is_over():
+            while self.done < train.steps and not self.patience_is_over():
                 step = self._one(stream)
                 yield step
                 # Asked to stop between two steps, the run takes one more: only there is it saved.
@@ -97,6 +100,8 @@ class Trainer:
                     return
         finally:
             stream.close()
+            if self.folder is not None and self.world.first:
+                self.folder.release()  # nobody trains here now: another process may go on
 
     def _one(self, stream: Iterator[Batch]) -> Step:
         start = time.perf_counter()
@@ -105,9 +110,10 @@ class Trainer:
         number = self.done + 1
         factor = self.recipe.optim.schedule.factor(number, train.steps, self.recipe.optim.warmup)
         set_rates(self.optimisers, factor)
+        scale = 1.0 if self.scaler is None else self.scaler.get_scale()
         loss, norm = self._gradients(batches, number)
         events: list[Event] = []
-        wrong = self.guard.fault(loss, norm)
+        wrong = self.guard.fault(loss, norm, scale)
         if wrong:
             events.append(Skipped(wrong))
             if self.scaler is not None:
@@ -123,13 +129,14 @@ class Trainer:
         tokens, slots = sum(b.tokens for b in batches), sum(b.slots for b in batches)
         self.tokens += tokens
         seconds = time.perf_counter() - start
+        self.seconds += seconds
         step = Step(
             number, train.steps, loss, self.recipe.optim.lr * factor, norm, tokens, slots, seconds
         )
         self._log(step, events)
         events += self._after(number)
         events += self.live.report(step, events)
-        self.seconds += time.perf_counter() - start
+        self.seconds += time.perf_counter() - start - seconds
         return dataclasses.replace(step, events=tuple(events))
 
     def _gradients(self, batches: list[Batch], number: int) -> tuple[float, float]:
@@ -162,9 +169,12 @@ class Trainer:
         if self.scaler is not None:
             for optimiser in self.optimisers:
                 self.scaler.unscale_(optimiser)
-        most = self.recipe.optim.clip or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.net.parameters(), most)
-        return float(getattr(norm, "full_tensor", lambda: norm)())
+        most, own = self.recipe.optim.clip or math.inf, list(self.net.parameters())
+        norm = torch.nn.utils.get_total_norm([p.grad for p in own if p.grad is not None])
+        length = float(whole(norm))
+        if math.isfinite(length):  # else all gradients would be spoilt, and none told from others
+            torch.nn.utils.clip_grads_with_norm_(own, most, norm)
+        return length
 
     def _update(self) -> None:
         for optimiser in self.optimisers:
@@ -181,14 +191,22 @@ class Trainer:
         """Stop the run after five bad steps one behind the other."""
         if self.guard.row < IN_A_ROW:
             return
-        part = batches[0].to(self.device)
-        layer = first_bad_layer(self.net, lambda: self.net(*part.inputs, **part.places))
+        layer = first_bad_layer(self.net, lambda: self._see(batches))
         where = f" The first bad numbers are in {layer}." if layer else ""
         raise ClearheadError(
             f"The run stops at step {self.done + 1}: {IN_A_ROW} steps in a row could not be taken, "
             f"the last because {wrong}.{where} Try a smaller optim.lr, more optim.warmup, or "
             "train.machine.precision=fp32; the last checkpoint is as it was."
         )
+
+    def _see(self, batches: list[Batch]) -> None:
+        """All that the step saw, in parts as large as it saw them."""
+        machine, size = self.recipe.train.machine, self.world.size
+        with autocast(machine, self.device), self.net.at_rest():
+            for batch in batches:
+                for rank in range(size):
+                    part = batch.part(rank, size).to(self.device)
+                    self.net(*part.inputs, **part.places)
 
     def _after(self, number: int) -> list[Event]:
         """What is due behind a step: evaluation, checkpoint, stopping."""
@@ -197,18 +215,20 @@ class Trainer:
         end = number == train.steps
         if end or number % train.eval_every == 0:
             events.append(self.evaluate())
-            if self._patience_is_over() and not end:
+            if self.patience_is_over() and not end:
                 self._stop = f"{self.waited} evaluations brought nothing better"
         asked = self.world.agree(bool(self._stop))
         if asked:
             self._stop = self._stop or "another process asked for it"
         if self.folder is not None and (end or asked or number % train.checkpoint_every == 0):
             events.append(Saved(self.save()))
+        self.interrupted = asked and not end and not self.patience_is_over()
         if asked and not end:
             events.append(Stopped(self._stop))
         return events
 
-    def _patience_is_over(self) -> bool:
+    def patience_is_over(self) -> bool:
+        """Whether so many evaluations brought nothing better that the run ends."""
         patience = self.recipe.train.patience
         return patience is not None and self.waited >= patience
 
@@ -266,6 +286,7 @@ class Trainer:
         if step >= 0:
             read_into(self, self.folder.checkpoints / f"step-{step}")
         if self.world.first:
+            self.folder.clear()
             self.folder.rewind(self.done)
         self.live.remember(self.folder.metrics())
         return step >= 0
@@ -289,6 +310,6 @@ class Trainer:
             "lr": step.lr,
             "grad_norm": step.grad_norm,
             "tokens": self.tokens,
-            "seconds": round(self.seconds + step.seconds, 3),
+            "seconds": round(self.seconds, 3),
         }
         self.folder.log(**line, **({"skipped": skipped[0]} if skipped else {}))

@@ -60,6 +60,8 @@ class _CrossEntropy(torch.autograd.Function):
 def token_loss(output: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
     """The sum of cross-entropies [.., v] against ids [..]."""
     logits, asked = output.reshape(-1, output.shape[-1]), targets.reshape(-1)
+    if logits.dtype in (torch.bfloat16, torch.float16):  # a sum of thousands has no digits there
+        logits = logits.float()
     if torch.compiler.is_compiling() or not logits.requires_grad:
         return slow_token_loss(logits, asked, smoothing)
     return _CrossEntropy.apply(logits, asked, smoothing)

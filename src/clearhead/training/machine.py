@@ -13,18 +13,18 @@ from torch.utils.checkpoint import checkpoint
 
 from clearhead.errors import require
 from clearhead.layers.stack import Stack
+from clearhead.measure.machine import best_device
+from clearhead.measure.roofs import find_devices
 from clearhead.training.recipe import MachineConfig
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def pick_device(config: MachineConfig) -> torch.device:
-    """The device asked for; "auto" is a GPU where there is one."""
+    """The device asked for; "auto" is the one that `clearhead doctor` advises."""
     name = config.device
-    if name == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    if name == "auto":  # without its number: each process has its own
+        return torch.device(best_device(find_devices()).partition(":")[0])
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -49,6 +49,17 @@ def autocast(config: MachineConfig, device: torch.device) -> AbstractContextMana
     if config.precision == "fp32":
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=TYPES[config.precision])
+
+
+def describe_choice(config: MachineConfig, device: torch.device) -> str:
+    """The type of numbers and whether kernels are made first, with the reason."""
+    reason = "as set"
+    if config.precision == "fp32":
+        reason = "exact; clearhead doctor measures whether bf16 is faster"
+        if device.type == "cuda" and torch.cuda.is_bf16_supported():
+            reason = "exact; bf16 is faster on this GPU"
+    compiled = "compiled first" if config.compile else "not compiled: that pays in long runs only"
+    return f"{config.precision} ({reason}), {compiled}"
 
 
 def loss_scaler(config: MachineConfig, device: torch.device) -> torch.amp.GradScaler | None:

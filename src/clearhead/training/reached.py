@@ -7,6 +7,7 @@ from clearhead.model import Model
 from clearhead.training.average import LastConfig
 from clearhead.training.evaluate import How, evaluate, with_labels
 from clearhead.training.loop import Trainer
+from clearhead.training.recipe import Recipe
 
 END = "end"  # the key of the line in metrics.jsonl
 
@@ -24,7 +25,7 @@ def measure_end(trainer: Trainer, model: Model) -> dict[str, float]:
         for line in folder.metrics():
             figures = line.get("valid") or line.get(END) or figures
             known = END in line
-        if figures and (known or _is_all(trainer)):
+        if figures and (known or measured_already(recipe)):
             return {str(name): float(value) for name, value in figures.items()}
     data = recipe.data
     corpus = open_corpus(data.source, data.valid, data.test, data.split, data.limit)
@@ -37,8 +38,9 @@ def measure_end(trainer: Trainer, model: Model) -> dict[str, float]:
     return figures
 
 
-def _is_all(trainer: Trainer) -> bool:
-    wanted, train = trainer.recipe.eval, trainer.recipe.train
+def measured_already(recipe: Recipe) -> bool:
+    """Whether the last evaluation of a run is all that its recipe measures at the end."""
+    wanted, train = recipe.eval, recipe.train
     chosen = train.patience is not None or isinstance(train.average, LastConfig)
     whole = wanted.limit is None and wanted.split == "valid"
     return wanted.metric == "loss" and whole and not chosen

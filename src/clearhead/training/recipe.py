@@ -28,6 +28,7 @@ from clearhead.models.presets import resolve
 from clearhead.training.average import AverageConfig
 from clearhead.training.lora import LoRAConfig
 from clearhead.training.optim import OptimConfig
+from clearhead.training.schedule import Noam
 
 
 @dataclass(frozen=True)
@@ -271,7 +272,7 @@ class Recipe:
             holder.tokenizer,
             ModelChoice.from_dict(data["model"] or {}),
             TrainConfig.from_dict(data.get("train") or {}, "train"),
-            OptimConfig.from_dict(data.get("optim") or {}, "optim"),
+            OptimConfig.from_dict(_rated(data.get("optim") or {}), "optim"),
             EvalConfig.from_dict(data.get("eval") or {}, "eval"),
             name,
         )
@@ -290,6 +291,17 @@ class Recipe:
     def with_steps(self, steps: int) -> Recipe:
         """The same with another number of steps."""
         return dataclasses.replace(self, train=dataclasses.replace(self.train, steps=steps))
+
+
+def _rated(optim: Any) -> Any:
+    """Noam's formula is the rate itself: where nothing else is said it is multiplied by 1."""
+    return {"lr": 1.0, **optim} if has_noam(optim) else optim
+
+
+def has_noam(optim: Any) -> bool:
+    """Whether the table of the section names that schedule."""
+    schedule = optim.get("schedule") if isinstance(optim, Mapping) else None
+    return (schedule.get("kind") if isinstance(schedule, Mapping) else schedule) == Noam.kind
 
 
 @dataclass(frozen=True)

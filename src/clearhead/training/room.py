@@ -17,12 +17,14 @@ import torch
 
 from clearhead.errors import ClearheadError, require
 from clearhead.measure.cost import Cost, predict
-from clearhead.measure.hardware import read_memory
+from clearhead.measure.hardware import read_memory, read_processor
+from clearhead.measure.machine import crash
+from clearhead.measure.roofs import measure
 from clearhead.models.base import EncoderDecoder, Net
 
 if TYPE_CHECKING:
     from clearhead.training.job import Job
-    from clearhead.training.recipe import Recipe
+    from clearhead.training.recipe import MachineConfig, Recipe
 
 MARGIN = 0.9  # of what is free; the rest is for what the prediction leaves out
 
@@ -109,11 +111,25 @@ def check_room(job: Job, device: torch.device, processes: int = 1) -> Need:
     recipe = job.recipe
     batch = fits * job.length if recipe.data.by == "tokens" else fits
     parts = -(-recipe.train.batch // batch) * recipe.train.accumulate
-    even = max(1, recipe.train.batch * recipe.train.accumulate // parts)
+    whole = recipe.train.batch * recipe.train.accumulate
+    even = max(1, whole // parts)
+    same = "the same" if even * parts == whole else "nearly the same"
     raise ClearheadError(
         f"{says} The largest train.batch that fits is {batch}; train.batch={even} "
-        f"train.accumulate={parts} is a step of the same size."
+        f"train.accumulate={parts} is a step of {same} size."
     )
+
+
+def check_precision(config: MachineConfig, device: torch.device) -> None:
+    """Refuse a type of numbers whose instructions end the program here; a child process tries."""
+    if device.type != "cpu" or config.precision == "fp32":
+        return
+    report = measure((config.precision,))
+    if report.died_in:
+        problem = crash(report, read_processor())
+        raise ClearheadError(
+            f"train.machine.precision is {config.precision}. {problem.what} {problem.mend}."
+        )
 
 
 def check_weights(net: Net) -> None:

@@ -7,7 +7,7 @@ for step in ch.train("my.txt", out="runs/mine", **{"train.minutes": 5}): ...
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +17,19 @@ import yaml
 from clearhead.errors import ClearheadError, did_you_mean, require
 from clearhead.measure.hardware import read_processor
 from clearhead.recipes import recipe_names, recipe_text
+from clearhead.training.average import LastConfig
 from clearhead.training.budget import fit_budget
 from clearhead.training.curves import Curves
-from clearhead.training.events import Evaluated, Step
+from clearhead.training.events import Evaluated, Say, Step, silent
 from clearhead.training.folder import RunFolder
 from clearhead.training.guess import guess_recipe
 from clearhead.training.job import Job, prepare
 from clearhead.training.loop import Trainer
 from clearhead.training.machine import pick_device
 from clearhead.training.recipe import Recipe
-from clearhead.training.room import check_room
+from clearhead.training.room import check_precision, check_room
 from clearhead.training.tune import describe_start, settle
 from clearhead.training.world import World, own_device, restarted
-
-Say = Callable[[str], None]
-
-
-def _silent(message: str) -> None:
-    """Hear a message and say nothing."""
 
 
 def read_recipe(what: str | Path | Mapping[str, Any], changes: Mapping[str, Any] = {}) -> Recipe:
@@ -69,7 +64,7 @@ def open_run(
     recipe: Recipe | None,
     folder: RunFolder | None,
     resume: bool = False,
-    say: Say = _silent,
+    say: Say = silent,
     steps: int | None = None,
 ) -> Trainer:
     """A run that is ready to step: a new one of a recipe, or the one of a folder taken up again.
@@ -77,27 +72,30 @@ def open_run(
     Everything that can be wrong is found here, before anything is written. `steps` makes a run that
     is taken up again longer.
     """
-    if folder is not None and restarted() and folder.begun:
-        resume = True  # torchrun started all processes again: the run goes on by itself
-    if resume:
+    if resume or recipe is None:
         assert folder is not None
         recipe = folder.read_recipe()
-        if steps is not None:
-            recipe = recipe.with_steps(steps)
-    assert recipe is not None
-    _set_threads(recipe)
     device = own_device(pick_device(recipe.train.machine))
+    check_precision(recipe.train.machine, device)
     world = World.join(device)
+    again = folder is not None and folder.begun and restarted(folder.launch)
+    if world.agree(again) and not resume:  # in all processes, or in none
+        resume = True
+        say("torchrun started this run again: it goes on.")
+    given = recipe
 
     def begin() -> Job:
-        if folder is not None and not resume and world.first:
-            folder.refuse_used()
+        recipe = _settled(given, folder, resume, world.first, steps)
+        _set_threads(recipe)
         job = prepare(recipe, folder.tokenizer() if folder is not None and resume else None)
         check_room(job, device, world.size)
         return job
 
     job = world.in_turn(begin)
     if resume:
+        assert folder is not None
+        if world.first:
+            folder.keep_tokenizer(job.model.tokenizer)
         trainer = Trainer(job, folder)
         if not trainer.resume(say):
             say("There is no whole checkpoint: the run starts from its beginning.")
@@ -110,6 +108,37 @@ def open_run(
         tokenizer = job.model.tokenizer
         world.in_turn(lambda: folder.start(job.recipe, tokenizer) if world.first else None)
     return Trainer(job, folder)
+
+
+def _settled(
+    recipe: Recipe, folder: RunFolder | None, resume: bool, first: bool, steps: int | None
+) -> Recipe:
+    """The recipe that is trained; the first process looks whether the folder may be written to."""
+    if folder is not None and resume:
+        if first:
+            folder.lock()
+        recipe = folder.read_recipe()
+        recipe = recipe if steps is None else recipe.with_steps(steps)
+    elif folder is not None and first:
+        folder.refuse_used()
+    _check_weights(recipe, folder)
+    return recipe
+
+
+def _check_weights(recipe: Recipe, folder: RunFolder | None) -> None:
+    """Refuse to promise weights that could not be given in the end."""
+    train = recipe.train
+    last = isinstance(train.average, LastConfig)
+    require(
+        folder is not None or (train.patience is None and not last),
+        f"{'train.average last' if last else 'train.patience'} gives weights of earlier steps, "
+        "which are kept in a run's folder: name one (out=), or leave it away.",
+    )
+    require(
+        train.patience is None or not last,
+        "train.patience gives the best weights and train.average last the mean of the last ones: "
+        "leave one of them away.",
+    )
 
 
 def _set_threads(recipe: Recipe) -> None:
@@ -157,4 +186,4 @@ def train(
     read = recipe if isinstance(recipe, Recipe) else read_recipe(recipe, changes)
     trainer = open_run(read, None if out is None else RunFolder(out), resume)
     yield from drawn(trainer)
-    return trainer.finish()
+    return None if trainer.interrupted else trainer.finish()

@@ -7,9 +7,9 @@ inverse_sqrt    sqrt(warmup / step)
 noam            m^-1/2 min(step^-1/2, step warmup^-3/2)       Vaswani et al. 2017, section 5.3
 wsd             1, then down to `to` over the last `decay`    Hu et al. 2024
 
-p is how far the run is behind the warm-up, from 0 to 1. Every schedule but noam, which has its
-own, rises in a straight line over the warm-up first. Steps count from 1. wsd: warm-up, stable,
-decay.
+p is how much of the run behind the warm-up was over before a step: 0 at its first, and at the last
+not quite 1, so that the last step moves, too. Every schedule but noam, which has its own, rises in
+a straight line over the warm-up first. Steps count from 1. wsd: warm-up, stable, decay.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass
 
 from clearhead.config import Spec
-from clearhead.errors import require
+from clearhead.errors import ClearheadError, require
 
 
 class Schedule(Spec):
@@ -36,8 +36,8 @@ class Schedule(Spec):
 
 
 def _gone(step: int, total: int, warmup: int) -> float:
-    """How much of the run behind the warm-up is over, from 0 to 1."""
-    return min(1.0, (step - warmup) / max(1, total - warmup))
+    """How much of the run behind the warm-up was over before this step, from 0 to 1."""
+    return min(1.0, (step - 1 - warmup) / max(1, total - warmup))
 
 
 def _check_to(to: float) -> None:
@@ -88,15 +88,20 @@ class InverseSqrt(Schedule, kind="inverse_sqrt"):
 
 @dataclass(frozen=True)
 class Noam(Schedule, kind="noam"):
-    """The schedule of 2017, whose height follows from the width; its base rate is 1 (or near)."""
+    """The schedule of 2017, whose height follows from the width; its base rate is 1 unless set."""
 
-    d_model: int = 512
-    """Width of the model."""
+    d_model: int | None = None
+    """Width of the model; None: a run fills in its own."""
 
     def __post_init__(self) -> None:
-        require(self.d_model >= 1, f"d_model must be 1 or more, not {self.d_model}.")
+        require(
+            self.d_model is None or self.d_model >= 1,
+            f"d_model must be 1 or more, not {self.d_model}.",
+        )
 
     def factor(self, step: int, total: int, warmup: int) -> float:
+        if self.d_model is None:
+            raise ClearheadError("noam does not know the width of the model: Noam(d_model=512).")
         warmup = max(warmup, 1)
         return float(self.d_model**-0.5 * min(step**-0.5, step * warmup**-1.5))
 
@@ -116,5 +121,5 @@ class WarmupStableDecay(Schedule, kind="wsd"):
 
     def after(self, step: int, total: int, warmup: int) -> float:
         falling = max(1.0, self.decay * total)
-        left = min(1.0, max(0.0, (total - step) / falling))
+        left = min(1.0, max(0.0, (total - step + 1) / falling))
         return self.to + (1.0 - self.to) * left

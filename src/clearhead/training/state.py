@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from itertools import islice
@@ -55,18 +54,7 @@ def check_processes(job: Job, world: World) -> None:
         "The contrast of pairs compares every text of a batch with every other, so a batch cannot "
         f"be cut into the rows of {world.size} processes: train with one process, or with scores.",
     )
-    world.check_same(data_mark(job), "The data, the tokeniser and the recipe")
-
-
-def data_mark(job: Job) -> str:
-    """A hash that is another one if the data, their order or the tokeniser is."""
-    digest = hashlib.sha256()
-    if job.model.tokenizer is not None:
-        digest.update(job.model.tokenizer.backend.to_str().encode())
-    first = job.batches.batch(0)
-    for tensor in (*first.inputs, first.targets):
-        digest.update(repr(tuple(tensor.shape)).encode() + tensor.numpy().tobytes())
-    return digest.hexdigest()
+    world.check_same(job.mark, "The data and the tokeniser")
 
 
 def write_state(trainer: Trainer, folder: Path) -> None:
@@ -112,7 +100,8 @@ def _numbers(trainer: Trainer) -> dict[str, Any]:
     """Everything that is no tensor."""
     return {
         "step": trainer.done,
-        "data": data_mark(trainer.job),
+        "steps": trainer.recipe.train.steps,
+        "data": trainer.job.mark,
         "tokens": trainer.tokens,
         "seconds": trainer.seconds,
         "best": trainer.best,
@@ -127,7 +116,7 @@ def read_into(trainer: Trainer, folder: Path) -> None:
     """Take up the state that `write_state` wrote, with whatever number of processes it did."""
     state = read_state(folder)
     require(
-        state["data"] == data_mark(trainer.job),
+        state["data"] == trainer.job.mark,
         f"{folder} belongs to a run on other data, or with another tokeniser: what it read has "
         "changed since, so it cannot be taken up. Start a new run.",
     )
@@ -141,7 +130,9 @@ def read_into(trainer: Trainer, folder: Path) -> None:
         trainer.scaler.load_state_dict(state["scaler"])
     trainer.done, trainer.tokens = int(state["step"]), int(state["tokens"])
     trainer.seconds, trainer.best = float(state["seconds"]), float(state["best"])
-    trainer.waited = int(state["waited"])
+    # A run that was made longer begins to wait anew, however often it is killed before it saves.
+    longer = trainer.recipe.train.steps > int(state["steps"])
+    trainer.waited = 0 if longer else int(state["waited"])
     trainer.guard.restore(state["guard"])
 
 
@@ -213,18 +204,18 @@ def _weights_in(folder: Path) -> dict[str, Tensor]:
 
 
 def chosen_weights(trainer: Trainer) -> Mapping[str, Tensor] | None:
-    """The weights a run gives in the end: averaged, or the best; None: the last."""
+    """The weights a run gives in the end: the best (of the averaged ones, where there are such), or
+    averaged; None: the last.
+    """
     train, folder = trainer.recipe.train, trainer.folder
+    if folder is not None and train.patience is not None and folder.best.is_dir():
+        return load_file(folder.best / WEIGHTS)
     if trainer.ema is not None:
         return trainer.ema.weights
-    if folder is None:
-        return None
-    if isinstance(train.average, LastConfig):
+    if folder is not None and isinstance(train.average, LastConfig):
         due = regular(folder.checkpoints, train.checkpoint_every, train.steps)
         whole_ones = (path for path in due if fault(path) is None)
         return mean_weights(map(_weights_in, islice(whole_ones, train.average.count)))
-    if train.patience is not None and folder.best.is_dir():
-        return load_file(folder.best / WEIGHTS)
     return None
 
 

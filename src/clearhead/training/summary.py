@@ -13,11 +13,12 @@ from typing import Any, Literal
 
 import yaml
 
-from clearhead.errors import require
+from clearhead.errors import ClearheadError, require
 from clearhead.training.checkpoint import MANIFEST, steps_of
 from clearhead.training.folder import RECIPE, RunFolder
+from clearhead.training.reached import END, measured_already
 
-State = Literal["finished", "stopped", "begun", "broken"]
+State = Literal["running", "finished", "stopped", "begun", "broken"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,9 @@ class Summary:
     path: str
     """Its folder."""
     state: State
-    """Finished; stopped with a checkpoint; begun, without one yet; broken: it cannot go on."""
+    """Running in another process; finished; stopped with a checkpoint; begun, without one yet;
+    broken: it cannot go on.
+    """
     done: int = 0
     """Steps that were taken."""
     total: int | None = None
@@ -40,6 +43,10 @@ class Summary:
     """Tokens seen."""
     seconds: float = 0.0
     """Time it took."""
+    metric: str | None = None
+    """What its recipe measures at the end."""
+    reached: float | None = None
+    """How much of it there was; None: that was not measured yet."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Its recipe by dotted keys."""
 
@@ -63,7 +70,9 @@ def summarise(path: Path) -> Summary:
     folder = RunFolder(path)
     settings = _settings(path / RECIPE)
     done, tokens, seconds = 0, 0, 0.0
-    loss = best = None
+    loss = best = reached = None
+    metric = (settings or {}).get("eval.metric")
+    enough = _enough(folder)
     for line in folder.metrics():
         done = max(done, int(line.get("step", 0)))
         if "loss" in line:
@@ -71,11 +80,30 @@ def summarise(path: Path) -> Summary:
         score = line.get("valid", {}).get("loss")
         if score is not None and math.isfinite(score):
             best = score if best is None else min(best, score)
+        reached = line.get("valid" if enough else END, {}).get(metric, reached)
     total = (settings or {}).get("train.steps")
     state = "broken" if settings is None else _state(folder, done, total)
     return Summary(
-        str(path), state, done, total, best, _finite(loss), tokens, seconds, settings or {}
+        str(path),
+        state,
+        done=done,
+        total=total,
+        best=best,
+        loss=_finite(loss),
+        tokens=tokens,
+        seconds=seconds,
+        metric=metric,
+        reached=_finite(reached) if state == "finished" else None,
+        settings=settings or {},
     )
+
+
+def _enough(folder: RunFolder) -> bool:
+    """Whether the last evaluation is what the run reached, and no line of the end follows."""
+    try:
+        return measured_already(folder.read_recipe())
+    except ClearheadError:
+        return False
 
 
 def _finite(value: Any) -> float | None:
@@ -84,6 +112,8 @@ def _finite(value: Any) -> float | None:
 
 def _state(folder: RunFolder, done: int, total: int | None) -> State:
     there = steps_of(folder.checkpoints)
+    if folder.running:
+        return "running"
     if folder.model.is_dir() and (total is None or done >= total or not _behind(folder)):
         return "finished"
     if not there:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from clearhead.training.recipe import merge
+from clearhead.training.recipe import has_noam, merge
 
 if TYPE_CHECKING:
     from clearhead.training.job import Job
@@ -42,12 +42,15 @@ def settle(data: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     if not _starts(merged):
         return merged
     train = merged.get("train") or {}
+    optim = merged.get("optim") or {}
     chosen = {
         **OPTIM,
         "lr": RATE if train.get("lora") is None else LORA_RATE,
         "warmup": _warmup(train),
     }
-    merged["optim"] = {**chosen, **(merged.get("optim") or {})}
+    if has_noam(optim):
+        del chosen["lr"]  # its height follows from the width
+    merged["optim"] = {**chosen, **optim}
     merged.setdefault("tokenizer", "ready")
     return merged
 

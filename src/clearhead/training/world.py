@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -37,9 +38,18 @@ def own_device(device: torch.device) -> torch.device:
     return own
 
 
-def restarted() -> bool:
-    """Whether torchrun started the processes again because one of them had died."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+def launch() -> str | None:
+    """What torchrun calls this start of all processes (--rdzv-id); None where nobody said so."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    return None if name == "none" else name
+
+
+def restarted(began: str | None = None) -> bool:
+    """Whether torchrun started the processes again, because one of them had died or machines joined
+    or left; that is not counted, but the `launch` that a run `began` in is the one of now.
+    """
+    died = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return died or (began is not None and began == launch())
 
 
 @dataclass(frozen=True)
@@ -60,7 +70,9 @@ class World:
             return World()
         if not dist.is_initialized():
             # Votes and barriers go by the CPU, so that none of them waits for a GPU.
-            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            # The others wait while the first reads and tokenises, however much there is.
+            dist.init_process_group(backend, timeout=timedelta(hours=12))
             atexit.register(dist.destroy_process_group)
         return World(dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", 0)))
 

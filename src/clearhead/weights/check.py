@@ -4,6 +4,7 @@ same random input.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from clearhead.attention.positions import Positions
 from clearhead.errors import ClearheadError, require
 from clearhead.models.base import Net
 from clearhead.models.family import FamilyConfig, family
-from clearhead.models.heads import PoolingConfig
+from clearhead.models.heads import ClassificationConfig, PoolingConfig
 from clearhead.weights.folder import CONFIG
 from clearhead.weights.hf import MODEL_TYPES, opened_as
 
@@ -33,7 +36,9 @@ class Difference:
 
 @torch.inference_mode()
 def difference_to_transformers(net: Net, config: FamilyConfig, folder: str) -> Difference:
-    """max |ours - theirs| over the outputs for a random input."""
+    """max |ours - theirs| over the outputs for a random input; for two texts, the second of them
+    shorter, so that padding is compared as well.
+    """
     try:
         import transformers
     except ImportError as error:
@@ -50,7 +55,24 @@ def difference_to_transformers(net: Net, config: FamilyConfig, folder: str) -> D
         theirs = _opened(transformers, config, str(path if path.exists() else folder))
     inputs, ours = _inputs(net, config)
     of, expected = _first(theirs(**inputs), net)
-    return Difference(of, float((expected - ours).abs().max()))
+    if config.shape != "encoder-decoder" and ours.dim() == 3 and "attention_mask" in inputs:
+        filled = inputs["attention_mask"].bool()  # what stands in empty slots is nobody's business
+        expected, ours = expected[filled], ours[filled]
+    return Difference(of, largest_difference(ours, expected))
+
+
+def largest_difference(ours: Tensor, theirs: Tensor) -> float:
+    """max |ours - theirs|; what cannot be compared number by number is refused."""
+    require(
+        ours.shape == theirs.shape,
+        f"Our output is {tuple(ours.shape)} and that of transformers {tuple(theirs.shape)}: it is "
+        "not the same model.",
+    )
+    largest = float((theirs - ours).abs().max())
+    require(
+        math.isfinite(largest), "The outputs are not numbers: the weights are damaged, or overflow."
+    )
+    return largest
 
 
 def _opened(transformers: Any, config: FamilyConfig, folder: str) -> Any:
@@ -90,39 +112,49 @@ def _quiet(log: Any) -> Iterator[None]:
                 log.enable_progress_bar()
 
 
-def _inputs(net: Any, config: Any) -> tuple[dict[str, Any], torch.Tensor]:
+def _inputs(net: Any, config: Any) -> tuple[dict[str, Any], Tensor]:
     """Random inputs in their words, and our output for them."""
     dice = torch.Generator().manual_seed(0)
 
-    def ids(length: int) -> torch.Tensor:
+    def ids(length: int, rows: int = 1) -> Tensor:
         low = min(3, config.vocab_size - 2)
-        return torch.randint(max(low, 0), config.vocab_size - 1, (1, length), generator=dice)
+        return torch.randint(max(low, 0), config.vocab_size - 1, (rows, length), generator=dice)
+
+    def ragged(length: int, rows: int = 2) -> tuple[dict[str, Tensor], Positions]:
+        at = Positions.ragged([length, max(length // 2, 1)][:rows])
+        mask = at.filled().expand(rows, length).long()
+        return {"input_ids": ids(length, rows), "attention_mask": mask}, at
 
     if config.shape == "two-tower":
         words, pixels = ids(9), _pixels(config, dice)
         words[:, -1] = config.vocab_size - 1
         return {"input_ids": words, "pixel_values": pixels}, net(words, pixels)
     if config.shape == "encoder-decoder":
-        target = ids(7)
         if hasattr(config, "n_mels"):
+            target = ids(7)
             mel = torch.randn(1, config.n_mels, 2 * config.source_len, generator=dice)
             return {"input_features": mel, "decoder_input_ids": target}, net(mel, target)
-        source = ids(9)
-        return {"input_ids": source, "decoder_input_ids": target}, net(source, target)
+        source, at = ragged(9)
+        target = ids(7, 2)
+        out = net(source["input_ids"], target, source_at=at)
+        return source | {"decoder_input_ids": target}, out
     if hasattr(config, "image_size"):
         pixels = _pixels(config, dice)
         return {"pixel_values": pixels}, net(pixels)
-    words = ids(min(16, config.max_len))
-    if isinstance(getattr(config, "head", None), PoolingConfig) and not config.head.dense:
-        return {"input_ids": words}, net.encode(words).x  # the pooling is not part of transformers
-    return {"input_ids": words}, net(words)
+    head = getattr(config, "head", None)
+    # Their classifiers of decoders take several rows only where a token for padding is named.
+    one = config.shape == "decoder" and isinstance(head, ClassificationConfig)
+    given, at = ragged(min(16, config.max_len), 1 if one else 2)
+    if isinstance(head, PoolingConfig) and not head.dense:  # transformers has no part for it
+        return given, net.encode(given["input_ids"], at).x
+    return given, net(given["input_ids"], at)
 
 
-def _pixels(config: Any, dice: torch.Generator) -> torch.Tensor:
+def _pixels(config: Any, dice: torch.Generator) -> Tensor:
     return torch.randn(1, config.channels, config.image_size, config.image_size, generator=dice)
 
 
-def _first(out: Any, net: Any) -> tuple[str, torch.Tensor]:
+def _first(out: Any, net: Any) -> tuple[str, Tensor]:
     """Of their several outputs the one that ours is, and what it is."""
     if hasattr(out, "start_logits"):
         return "logits", torch.stack((out.start_logits, out.end_logits), dim=-1)

@@ -2,11 +2,14 @@
 of every key.
 
 Loading is total: every foreign key is used or named as dropped, every parameter of ours is filled,
-every shape is checked, and all that is wrong is listed at once, before anything is changed.
+every shape is checked, and all that is wrong is listed at once, before anything is changed; names
+that differ in their layers alone count as one.
 """
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -15,6 +18,10 @@ from torch import Tensor
 from clearhead.errors import ClearheadError
 from clearhead.models.base import Net
 from clearhead.models.keys import Dropped, Table, spelt_out
+
+Faults = Mapping[str, list[str]]  # what is wrong -> where
+NONE: Faults = {}
+NAME, LIST = 100, 2000  # characters of a name and of a list: a file may be hostile
 
 
 @dataclass(frozen=True)
@@ -35,12 +42,15 @@ class Report:
 
 def to_ours(
     tensors: Mapping[str, Tensor], table: Table, n_layers: int, prefix: str = ""
-) -> tuple[dict[str, Tensor], Report]:
-    """Our tensors from theirs. A body saved without its prefix (`bert.`) is recognised."""
+) -> tuple[dict[str, Tensor], Report, Faults]:
+    """Our tensors from theirs, and what is wrong with these, for `fill` to say. A body saved
+    without its prefix (`bert.`) is recognised.
+    """
     rules = spelt_out(table, n_layers)
     ours: dict[str, Tensor] = {}
     report = Report()
-    unknown, twice = [], []
+    unknown: list[str] = []
+    twice: list[str] = []
     for name, tensor in tensors.items():
         key = name if name in rules else prefix + name
         if key not in rules:
@@ -53,15 +63,14 @@ def to_ours(
                 if part in ours and not ours[part].equal(value):
                     twice.append(part)
                 ours[part] = value
-    if twice:
-        raise ClearheadError(
-            f"The file has these parameters twice, with different numbers: {_some(twice)}."
-        )
-    if unknown:
-        raise ClearheadError(
-            f"These keys of the file have no place in this model: {_some(unknown)}."
-        )
-    return ours, report
+    return (
+        ours,
+        report,
+        {
+            "in the file twice, with different numbers": twice,
+            "keys that have no place in this model": unknown,
+        },
+    )
 
 
 def to_theirs(ours: Mapping[str, Tensor], table: Table, n_layers: int) -> dict[str, Tensor]:
@@ -80,8 +89,9 @@ def to_theirs(ours: Mapping[str, Tensor], table: Table, n_layers: int) -> dict[s
     return theirs
 
 
-def fill(net: Net, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Put every tensor into its parameter, or raise one error that lists all that does not fit.
+def fill(net: Net, tensors: Mapping[str, Tensor], faults: Faults = NONE) -> dict[str, str]:
+    """Put every tensor into its parameter, or raise one error that lists all that does not fit,
+    `faults` first.
 
     Returns which parameters share the numbers of which. Nothing is changed where there is an error.
     """
@@ -107,6 +117,7 @@ def fill(net: Net, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     said = [
         f"{words}: {_some(names)}"
         for words, names in {
+            **faults,
             "missing": missing,
             "not of this model": extra,
             "of another shape": shapes,
@@ -124,7 +135,21 @@ def fill(net: Net, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return aliases
 
 
-def _some(names: Iterable[str], most: int = 12) -> str:
-    names = list(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def folded(name: str) -> str:
+    """A name with its layers' numbers as *."""
+    return re.sub(r"\.\d+(?=[. ]|$)", ".*", name)
+
+
+def _some(names: Iterable[str]) -> str:
+    """All of these names; those of several layers as one, with how many there are."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(folded(name), []).append(name)
+    said = [
+        short[:NAME] + f" ({len(same)} times)" if len(same) > 1 else same[0][:NAME]
+        for short, same in kinds.items()
+    ]
+    ends = itertools.accumulate(len(name) for name in said)
+    most = sum(end <= LIST for end in ends)
+    more = f" and {len(said) - most} more" if len(said) > most else ""
+    return ", ".join(said[:most]) + more

@@ -7,6 +7,7 @@ model.safetensors    every parameter once (aliases are left out)
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
@@ -23,8 +24,8 @@ from torch import Tensor
 
 from clearhead.errors import ClearheadError, require
 from clearhead.models.base import Net
-from clearhead.models.family import FamilyConfig, family
-from clearhead.weights.convert import fill
+from clearhead.models.family import FamilyConfig, check_depth, family
+from clearhead.weights.convert import NONE, Faults, fill
 
 FORMAT = "clearhead/1"
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -82,21 +83,16 @@ def load_model(folder: str | Path) -> tuple[Net, FamilyConfig]:
         description.get("config"), where=f"{folder.name}/{CONFIG}"
     )
     tensors = read_safetensors(folder / WEIGHTS)
-    # Before anything is built: a layer has at least one tensor.
-    require(
-        config.n_layers <= max(len(tensors), 1),
-        f"{folder / CONFIG} says {config.n_layers} layers, but the weights are only {len(tensors)} "
-        "tensors: the two do not belong together.",
-    )
+    check_depth(config, len(tensors), str(folder / CONFIG))
     return assemble(config, tensors), config
 
 
-def assemble(config: FamilyConfig, tensors: dict[str, Tensor]) -> Net:
+def assemble(config: FamilyConfig, tensors: dict[str, Tensor], faults: Faults = NONE) -> Net:
     """The network with these tensors as its parameters; made on the meta device, so nothing is
-    drawn or copied.
+    drawn or copied. `faults` are those of reading the tensors: said with all others.
     """
     net = config.outline()
-    fill(net, tensors)
+    fill(net, tensors, faults)
     for module in net.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta:
@@ -215,16 +211,17 @@ def whole_folder(folder: str | Path, names: set[str]) -> Iterator[Path]:
 
 
 def _put_in_place(new: Path, folder: Path) -> None:
-    """`new` becomes `folder`; what stood there before is back if that fails."""
-    if not folder.is_dir():
-        new.rename(folder)
-        return
+    """`new` becomes `folder`; what stood there before is back if that fails, and goes, with what
+    earlier saves could not remove, once the new one stands.
+    """
     old = new.with_name(new.name + "-old")
     try:
-        folder.rename(old)
+        if folder.is_dir():
+            folder.rename(old)
         new.rename(folder)
     except BaseException:
-        if not folder.exists():
+        if old.exists() and not folder.exists():
             old.rename(folder)
         raise
-    shutil.rmtree(old)
+    for left in folder.parent.glob(f".{glob.escape(folder.name)}-????????-old"):
+        shutil.rmtree(left, ignore_errors=True)

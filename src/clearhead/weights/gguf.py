@@ -58,8 +58,8 @@ def load_gguf(path: str | Path) -> tuple[Net, FamilyConfig, Report, GGUF]:
     table = keys(config, architecture)
     _rehearse(file, config, architecture)
     theirs = {name: tensor.tensor() for name, tensor in file.tensors.items()}
-    tensors, report = to_ours(theirs, table, config.n_layers)
-    net = assemble(config, tensors)
+    tensors, report, faults = to_ours(theirs, table, config.n_layers)
+    net = assemble(config, tensors, faults)
     return net, config, Report(report.became, report.dropped, dict(net.ties)), file
 
 
@@ -101,7 +101,7 @@ def _rehearse(file: GGUF, config: FamilyConfig, architecture: str) -> None:
     """Load shapes without numbers, so that what does not fit is said before anything is decoded."""
     shapes = {name: torch.empty(t.shape, device="meta") for name, t in file.tensors.items()}
     try:
-        tensors, _ = to_ours(shapes, keys(config, architecture), config.n_layers)
+        tensors, _, faults = to_ours(shapes, keys(config, architecture), config.n_layers)
     except ClearheadError:
         raise
     except (RuntimeError, ValueError, IndexError) as error:  # of a rule that cannot take a shape
@@ -109,7 +109,7 @@ def _rehearse(file: GGUF, config: FamilyConfig, architecture: str) -> None:
             f"The tensors of {file.path} are not of the shapes that its settings say ({error}): "
             "the file is damaged. Download or convert it again."
         ) from error
-    fill(config.outline(), tensors)
+    fill(config.outline(), tensors, faults)
 
 
 def export_gguf(

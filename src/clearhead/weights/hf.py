@@ -18,7 +18,7 @@ from torch import Tensor
 
 from clearhead.errors import ClearheadError, did_you_mean, require
 from clearhead.models.base import Net
-from clearhead.models.family import FamilyConfig, family
+from clearhead.models.family import FamilyConfig, check_depth, depth, family
 from clearhead.models.heads import PoolingConfig
 from clearhead.models.hf import SIZES, hf_rates, hf_sizes
 from clearhead.models.keys import Dropped
@@ -63,12 +63,12 @@ def load_hf(
     config = own.changed(**(_sentence_head(folder) | changes))
     replaced = getattr(config, "head", None) != getattr(own, "head", None)
     theirs, gone = without_head(theirs, module, own, config) if replaced else (theirs, {})
-    tensors, report = to_ours(theirs, module.keys(config), depth(config), module.PREFIX)
-    tensors = {name: tensor.float() for name, tensor in tensors.items() if _number(name, tensor)}
+    tensors, report, faults = to_ours(theirs, module.keys(config), depth(config), module.PREFIX)
+    tensors = {n: t.float() if t.is_floating_point() else t for n, t in tensors.items()}
     try:
         drawn = draw_head(config, tensors, seeded(seed)) if replaced else {}
         zeros = _zeros(hf, module, config, tensors)
-        net = assemble(config, tensors | drawn | zeros)
+        net = assemble(config, tensors | drawn | zeros, faults)
     except ClearheadError:
         raise
     except (RuntimeError, ArithmeticError, TypeError, ValueError) as error:
@@ -108,12 +108,7 @@ def hf_config(hf: dict[str, Any], names: Collection[str], folder: Path) -> Famil
             + (f"; these are null: {', '.join(empty)}." if empty else ".")
         ) from error
     config = type(config).from_dict(config.to_dict(), where=f"{folder.name}/config.json")
-    # Before anything is built: a layer has at least one tensor.
-    require(
-        depth(config) <= max(len(names), 1),
-        f"{folder}/config.json says {depth(config)} layers, but the weights are only {len(names)} "
-        "tensors: the two do not belong together.",
-    )
+    check_depth(config, len(names), f"{folder}/config.json")
     return config
 
 
@@ -140,11 +135,6 @@ def opened_as(hf: Mapping[str, Any], module: ModuleType) -> str | None:
     if not isinstance(named, list) or not named or not isinstance(named[0], str):
         return None
     return getattr(module, "OPENED_AS", {}).get(named[0], named[0])
-
-
-def depth(config: FamilyConfig) -> int:
-    """The number of layers that a key table must be spelt out for."""
-    return max(config.n_layers, getattr(config, "n_decoder_layers", None) or 0)
 
 
 def to_hf(net: Net, config: FamilyConfig) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -209,15 +199,6 @@ def _dropout_note(hf: Mapping[str, Any], config: FamilyConfig) -> list[str]:
         return []
     said = ", ".join(f"{name} {rate}" for name, rate in rates.items())
     return [f"dropout: the config has {said}; there is one rate here, and {kept} is kept"]
-
-
-def _number(name: str, tensor: Tensor) -> bool:
-    require(
-        tensor.is_floating_point(),
-        f"{name} holds {tensor.dtype} and not floating-point numbers: the weights are quantised or "
-        "damaged.",
-    )
-    return True
 
 
 def _sentence_head(folder: Path) -> dict[str, Any]:

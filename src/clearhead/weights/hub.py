@@ -27,17 +27,25 @@ def fetch(name: str, revision: str | None = None) -> Path:
             f'"{name}" is only for those who accepted its terms: do so on its page, then set '
             "HF_TOKEN."
         ) from error
+    except errors.RevisionNotFoundError as error:
+        raise ClearheadError(
+            f'"{name}" has no revision "{revision}" ({_first_line(error)}): name a branch, a tag '
+            "or a commit of it."
+        ) from error
     except (errors.RepositoryNotFoundError, errors.HFValidationError) as error:
         raise ClearheadError(
             f'There is no folder "{name}" here and no model of that name on the hub: check the '
             "spelling (hub names look like owner/model), or set HF_TOKEN if it is private."
         ) from error
     except Exception as error:  # what the client's HTTP library raises differs between versions
-        said = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
         raise ClearheadError(
-            f'There is no folder "{name}" here, and the hub could not be asked for it ({said}): '
-            "check the path, the connection, or HF_HUB_OFFLINE."
+            f'There is no folder "{name}" here, and the hub could not be asked for it '
+            f"({_first_line(error)}): check the path, the connection, or HF_HUB_OFFLINE."
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0][:120] if str(error) else type(error).__name__
 
 
 def _weights(name: str, revision: str | None) -> list[str]:

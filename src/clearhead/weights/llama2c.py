@@ -58,8 +58,8 @@ def load_llama2c(path: str | Path) -> tuple[Net, Config, Report]:
         numbers = torch.from_numpy(np.memmap(path, "<f4", "c", HEADER.size))
     except OSError as error:
         raise ClearheadError(f"{path} cannot be read: {error.strerror or error}.") from error
-    tensors, report = to_ours(_cut(numbers, shapes), _keys(config), config.n_layers)
-    net = assemble(config, tensors)
+    tensors, report, faults = to_ours(_cut(numbers, shapes), _keys(config), config.n_layers)
+    net = assemble(config, tensors, faults)
     return net, config, Report(report.became, report.dropped, dict(net.ties))
 
 

@@ -122,6 +122,7 @@ def _shared(module: ModuleType, own: FamilyConfig, config: FamilyConfig) -> dict
     return shared
 
 
-def _labels(config: Any) -> tuple[type, int | None]:
+def _labels(config: Any) -> tuple[type, int | None, str | None]:
     """What the logits of a config's head are of."""
-    return type(config.head), getattr(config.head, "n_labels", None)
+    head = config.head
+    return type(head), getattr(head, "n_labels", None), getattr(head, "true", None)
