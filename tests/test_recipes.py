@@ -304,3 +304,12 @@ def test_the_choice_of_numbers_has_a_reason():
     assert re.fullmatch(r"fp32 \(exact; .*doctor.*\), not compiled: .*", said)
     said = machine.describe_choice(MachineConfig(precision="bf16", compile=True), cpu)
     assert said == "bf16 (as set), compiled first"
+
+
+def test_a_guess_goes_by_characters_whether_they_lie_in_one_text_or_in_many(tmp_path: Path):
+    (tmp_path / "one.txt").write_text("hello there" * 50)
+    (tmp_path / "many.jsonl").write_text('{"text": "hello there"}\n' * 50)
+    one, many = read_recipe(tmp_path / "one.txt"), read_recipe(tmp_path / "many.jsonl")
+    assert one.data.length == many.data.length == 45 * 11 // 20
+    assert one.train == many.train
+    assert many.train.patience == 5

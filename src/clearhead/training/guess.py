@@ -14,6 +14,7 @@ from clearhead.training.recipe import Recipe, merge
 from clearhead.training.tune import settle
 
 CHARACTERS = 5_000_000  # of text; longer ones are cut into pieces of words
+OFTEN = 500_000  # a text that is shorter is seen several times in that time
 MINUTES = 5.0
 
 MUON = {
@@ -50,9 +51,10 @@ def _said(changes: Mapping[str, Any]) -> Objective | None:
 
 def _language(corpus: Corpus) -> dict[str, Any]:
     """A text: a decoder that writes on."""
-    size = corpus.count("train") or 0
+    size = _characters(corpus)
     small = size <= CHARACTERS
     width, layers, context = (192, 4, 128) if small else (256, 6, 256)
+    often = size < OFTEN  # the run will see it many times, and must not learn it by heart
     return {
         "data": {"length": _context(size, context)},
         "tokenizer": "characters" if small else {"kind": "bpe", "vocab_size": 8000},
@@ -62,12 +64,27 @@ def _language(corpus: Corpus) -> dict[str, Any]:
             "d_model": width,
             "n_heads": width // 32,
             "max_len": context,
-            "dropout": 0.1 if size < 300_000 else 0.0,
+            "dropout": 0.2 if often else 0.0,
             "variant": {"kind": "variant", "qk_norm": True},
         },
-        "train": {"minutes": MINUTES, "batch": 16},
+        "train": {
+            "minutes": MINUTES,
+            "batch": 16,
+            "average": {"kind": "ema", "decay": 0.98},
+            "patience": 5 if often else None,
+        },
         "optim": MUON,
     }
+
+
+def _characters(corpus: Corpus) -> int:
+    """How long the training texts are together; beyond what matters nobody counts on."""
+    size = 0
+    for record in corpus.records("train"):
+        size += len(str(record["text"]))
+        if size > CHARACTERS:
+            break
+    return size
 
 
 def _context(size: int, most: int) -> int:
