@@ -21,6 +21,7 @@ import processes
 from clearhead.errors import ClearheadError
 from clearhead.training import state
 from clearhead.training.checkpoint import MANIFEST, fault, newest, steps_of
+from clearhead.training.events import Shortened
 from clearhead.training.folder import RunFolder
 from clearhead.training.guard import IN_A_ROW, Guard
 from clearhead.training.recipe import Recipe
@@ -599,3 +600,18 @@ def test_three_kills_change_nothing():
 @pytest.mark.slow
 def test_thirty_kills_change_nothing():
     kill(30, steps=400)
+
+
+def test_a_run_that_becomes_slower_than_planned_keeps_its_time(tmp_path):
+    """Fewer steps, written down: what is taken up again is the shorter run."""
+    folder = RunFolder(tmp_path / "run")
+    changes = {"train.steps": 400, "train.eval_every": 400}
+    trainer = open_run(Recipe.from_dict(recipe(tmp_path)).changed(**changes), folder)
+    trainer.deadline = 1e-6
+    steps = list(trainer.steps())
+    shortened = [e for step in steps for e in step.events if isinstance(e, Shortened)]
+    assert [event.steps for event in shortened] == [26]
+    assert len(steps) == 26
+    assert steps[-1].lr < steps[0].lr  # the rate came down to the new end
+    assert folder.read_recipe().train.steps == 26
+    assert open_run(None, folder, resume=True).done == 26

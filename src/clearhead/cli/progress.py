@@ -89,7 +89,7 @@ class Talk:
 
     def step(self, trainer: Trainer, step: Step) -> None:
         """Show a step, and what happened at it."""
-        from clearhead.training.events import Evaluated, Found, Skipped, Stopped
+        from clearhead.training.events import Evaluated, Found, Shortened, Skipped, Stopped
 
         self._recent.append((step.loss, step.tokens, step.seconds))
         for event in step.events:
@@ -99,12 +99,14 @@ class Talk:
                 self.say(f"step {step.number:,} was skipped: {event.why}")
             elif isinstance(event, Stopped):
                 self.say(f"stopped at step {step.number:,}: {event.why}")
-            elif isinstance(event, Found):
+            elif isinstance(event, Found | Shortened):
                 self.console.print(Text(str(event), style="yellow"), soft_wrap=True)
         if self._quiet:
             return
         if self._bar is not None:
-            self._bar.update(self._task, completed=step.number, description=self._state(step))
+            total = trainer.recipe.train.steps
+            said = self._state(step)
+            self._bar.update(self._task, completed=step.number, total=total, description=said)
         elif time.monotonic() >= self._line:
             self._plain(step)
 

@@ -47,6 +47,17 @@ class Skipped(Event):
 
 
 @dataclass(frozen=True)
+class Shortened(Event):
+    """The run is slower than when it was planned, and gets fewer steps to keep its time."""
+
+    steps: int
+    """How many there will be now."""
+
+    def __str__(self) -> str:
+        return f"slower than planned: {self.steps:,} steps now, to keep the time that was given"
+
+
+@dataclass(frozen=True)
 class Stopped(Event):
     """The run ends here, before its last step."""
 

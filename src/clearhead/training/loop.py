@@ -27,7 +27,7 @@ from clearhead.model import Model
 from clearhead.training.average import EMA, EMAConfig, LastConfig, swapped
 from clearhead.training.checkpoint import newest, prune, regular, step_of, write_checkpoint
 from clearhead.training.dice import thrown
-from clearhead.training.events import Evaluated, Event, Saved, Skipped, Step, Stopped
+from clearhead.training.events import Evaluated, Event, Saved, Shortened, Skipped, Step, Stopped
 from clearhead.training.folder import LATEST, RunFolder
 from clearhead.training.guard import IN_A_ROW, Guard, first_bad_layer
 from clearhead.training.job import Job
@@ -45,6 +45,7 @@ from clearhead.training.state import (
 )
 from clearhead.training.world import World, own_device
 
+LOOK, SLOW = 25, 0.8  # how often the clock is looked at; steps that fit, of those planned
 KEEP = 2  # checkpoints, where no average wants more
 
 
@@ -76,6 +77,7 @@ class Trainer:
         self.seconds = 0.0
         self.best = math.inf
         self.waited = 0  # evaluations since the best one
+        self.deadline: float | None = None  # seconds of training after which it should be over
         self.interrupted = False  # asked to end by any process, before its end
         self._stop = ""
 
@@ -92,7 +94,7 @@ class Trainer:
         if self.folder is not None and self.world.first:
             self.folder.lock()
         try:
-            while self.done < train.steps and not self.patience_is_over():
+            while self.done < self.recipe.train.steps and not self.patience_is_over():
                 step = self._one(stream)
                 yield step
                 # Asked to stop between two steps, the run takes one more: only there is it saved.
@@ -137,7 +139,22 @@ class Trainer:
         events += self._after(number)
         events += self.live.report(step, events)
         self.seconds += time.perf_counter() - start - seconds
+        events += self._keep_time(number)
         return dataclasses.replace(step, events=tuple(events))
+
+    def _keep_time(self, number: int) -> list[Event]:
+        """Plan fewer steps where the machine has become so slow that the time will not do."""
+        steps = self.recipe.train.steps
+        if self.deadline is None or number % LOOK != 0 or number >= steps:
+            return []
+        left = (self.deadline - self.seconds) * number / self.seconds
+        fits = number + max(round(left), number // 20, 1)  # what is left of the rate comes down
+        if fits > SLOW * steps:
+            return []
+        self.recipe = self.recipe.with_steps(fits)
+        if self.folder is not None:
+            self.folder.write_recipe(self.recipe)
+        return [Shortened(fits)]
 
     def _gradients(self, batches: list[Batch], number: int) -> tuple[float, float]:
         """Loss and gradient of a step; the gradient is left in the parameters, clipped."""

@@ -107,7 +107,10 @@ def open_run(
     if folder is not None:
         tokenizer = job.model.tokenizer
         world.in_turn(lambda: folder.start(job.recipe, tokenizer) if world.first else None)
-    return Trainer(job, folder)
+    trainer = Trainer(job, folder)
+    if recipe.train.minutes is not None and world.size == 1:
+        trainer.deadline = 60 * recipe.train.minutes
+    return trainer
 
 
 def _settled(
