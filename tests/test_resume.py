@@ -615,3 +615,11 @@ def test_a_run_that_becomes_slower_than_planned_keeps_its_time(tmp_path):
     assert steps[-1].lr < steps[0].lr  # the rate came down to the new end
     assert folder.read_recipe().train.steps == 26
     assert open_run(None, folder, resume=True).done == 26
+
+
+def test_a_loss_near_nothing_may_jump_without_being_a_spike():
+    guard = Guard()
+    for _ in range(30):
+        assert guard.fault(0.003, 0.15) is None
+    assert guard.fault(0.018, 7.3) is None  # six times the loss, and still next to nothing
+    assert "spike" in str(guard.fault(0.9, 7.3))

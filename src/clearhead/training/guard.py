@@ -1,8 +1,8 @@
 """The guard: which steps are not taken, because a number is not finite or far out of line.
 
 A spike is a gradient more than ten times as long as the middle one of the last fifty, in a step
-whose loss is also more than half above their mean. Such a step changes nothing; five in a row stop
-the run, and the first layer whose output is not finite is named.
+whose loss is also more than half, and 0.5, above their mean. Such a step changes nothing; five in a
+row stop the run, and the first layer whose output is not finite is named.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 REMEMBERED, SETTLED, IN_A_ROW = 50, 20, 5
 LENGTH, HEIGHT = 10.0, 1.5  # of a spike: gradient against the middle one, loss against the mean
+LEAST = 0.5  # and so much above it: where nearly all is learnt, small losses jump by themselves
 
 
 class Guard:
@@ -50,7 +51,7 @@ class Guard:
         if len(self.norms) < SETTLED:
             return None
         usual, level = statistics.median(self.norms), statistics.fmean(self.losses)
-        if norm > LENGTH * usual and loss > HEIGHT * level:
+        if norm > LENGTH * usual and loss > HEIGHT * level + LEAST:
             return (
                 f"a spike: loss {loss:.3g} where {level:.3g} is usual, gradient {norm:.3g} where "
                 f"{usual:.3g} is"
