@@ -313,3 +313,22 @@ def test_a_guess_goes_by_characters_whether_they_lie_in_one_text_or_in_many(tmp_
     assert one.data.length == many.data.length == 45 * 11 // 20
     assert one.train == many.train
     assert many.train.patience == 5
+
+
+def test_numbers_may_be_written_as_people_write_them(tmp_path: Path):
+    path = tmp_path / "mine.yaml"
+    model = "{family: transformer, n_layers: 1, d_model: 16, n_heads: 2}"
+    path.write_text(
+        "data: {source: reverse, objective: seq2seq}\n"
+        f"model: {model}\noptim: {{lr: 3e-3, weight_decay: 1E-2, adam_lr: 2.5e-4}}\n"
+    )
+    optim = read_recipe(path).optim
+    assert (optim.lr, optim.weight_decay, optim.adam_lr) == (3e-3, 1e-2, 2.5e-4)
+
+
+def test_files_that_are_there_are_not_taken_for_a_misspelt_recipe(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.en").write_text("one\ntwo\n")
+    Path("a.de").write_text("eins\n")
+    with pytest.raises(ClearheadError, match="same number of lines"):
+        read_recipe("a.en,a.de")

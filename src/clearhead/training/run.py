@@ -7,6 +7,7 @@ for step in ch.train("my.txt", out="runs/mine", **{"train.minutes": 5}): ...
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -46,14 +47,24 @@ def read_recipe(what: str | Path | Mapping[str, Any], changes: Mapping[str, Any]
         return guess_recipe(name, changes)
     except ClearheadError as error:
         near = did_you_mean(name, recipe_names())
-        if path.exists() or not near:
+        there = any(Path(part).expanduser().exists() for part in (name, *name.split(",")))
+        if there or not near:
             raise
         raise ClearheadError(f'There is no recipe and no file "{name}".{near}') from error
 
 
+class _Loader(yaml.SafeLoader):
+    """Plain data; 3e-4 is a number too, which YAML 1.1 takes for a text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+"), list("-+0123456789")
+)
+
+
 def _parsed(text: str, name: str) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(text)
+        data = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise ClearheadError(f"{name} is no YAML: {error}") from error
     require(isinstance(data, dict), f"{name} is no recipe: it has no sections.")
