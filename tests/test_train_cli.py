@@ -85,7 +85,7 @@ def test_a_run_says_what_it_does_and_what_next(home, capsys):
     assert re.search(r"model +llama, 1 layer x 16, context 16, .* parameters", out)
     assert re.search(r"steps +12 of 4 examples, muon, lr 0.02", out)
     assert re.search(r"machine +cpu, 1 thread, fp32", out)
-    assert re.search(r"step 5/12  loss \d\.\d+  [\d,]+ tokens/s  \d:\d\d left  [\d.]+ MB", out)
+    assert re.search(r"step 5/12  loss \d\.\d+  [\d,]+ tokens/s  \d:\d\d left  [\d.]+ [MG]B", out)
     assert re.findall(r"step (\d+)  validation loss", out) == ["5", "10", "12"]
     assert "  | the" in out
     assert re.search(r"expected of this recipe: loss 3, here \d", out)
