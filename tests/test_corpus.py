@@ -416,3 +416,10 @@ def test_stsb():
     scores = [r["score"] for r in corpus.records("test")]
     assert scores[0] == 2.5
     assert (min(scores), max(scores)) == (0.0, 5.0)
+
+
+def test_two_files_that_are_parallel_in_no_name_are_not_taken_for_one_text(tmp_path):
+    (tmp_path / "p.en").write_text("one\ntwo\n" * 10)
+    (tmp_path / "w.de").write_text("eins\nzwei\n" * 10)
+    with pytest.raises(ClearheadError, match="differ in their language alone"):
+        open_corpus(f"{tmp_path / 'p.en'},{tmp_path / 'w.de'}")
