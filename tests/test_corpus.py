@@ -418,8 +418,27 @@ def test_stsb():
     assert (min(scores), max(scores)) == (0.0, 5.0)
 
 
-def test_two_files_that_are_parallel_in_no_name_are_not_taken_for_one_text(tmp_path):
+@pytest.mark.parametrize("names", [("p.en", "w.de"), ("english.txt", "german.txt")])
+def test_two_files_with_other_names_and_as_many_lines_are_parallel(tmp_path, names):
+    first, second = (tmp_path / name for name in names)
+    first.write_text("one\ntwo\n" * 10)
+    second.write_text("eins\nzwei\n" * 10)
+    corpus = open_corpus(f"{first},{second}")
+    columns = ("en", "de") if names[0] == "p.en" else ("english", "german")
+    assert corpus.columns == columns
+    assert next(corpus.records("train")) == dict(zip(columns, ("one", "eins"), strict=True))
+
+
+def test_chapters_and_texts_of_other_lengths_are_one_text(tmp_path):
+    for name in ("chapter1.txt", "chapter2.txt", "long.txt"):
+        (tmp_path / name).write_text("a line\n" * (20 if name == "long.txt" else 10))
+    for pair in (("chapter1.txt", "chapter2.txt"), ("chapter1.txt", "long.txt")):
+        corpus = open_corpus(",".join(str(tmp_path / name) for name in pair))
+        assert corpus.columns == ("text",)
+
+
+def test_two_endings_are_not_taken_for_one_text(tmp_path):
     (tmp_path / "p.en").write_text("one\ntwo\n" * 10)
-    (tmp_path / "w.de").write_text("eins\nzwei\n" * 10)
-    with pytest.raises(ClearheadError, match="differ in their language alone"):
+    (tmp_path / "w.de").write_text("eins\nzwei\n" * 11)
+    with pytest.raises(ClearheadError, match="as many lines"):
         open_corpus(f"{tmp_path / 'p.en'},{tmp_path / 'w.de'}")

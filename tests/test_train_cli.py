@@ -20,10 +20,14 @@ import yaml
 
 import clearhead as ch
 from clearhead.cli.main import main
+from clearhead.data.corpus import open_corpus
+from clearhead.data.labelled import Classification
+from clearhead.data.language import Seq2seq
 from clearhead.errors import ClearheadError
 from clearhead.recipes import recipe_header, recipe_names
 from clearhead.training import budget, checkpoint, room, track
 from clearhead.training.budget import Speed, decide, fit_budget
+from clearhead.training.columns import guess_objective
 from clearhead.training.curves import draw_curves, read_figures, smoothed
 from clearhead.training.folder import RunFolder
 from clearhead.training.job import prepare
@@ -352,6 +356,7 @@ def bad(home: Path, case: str) -> list[str]:
         ("key", ["--set", "lr=1"], "Did you mean optim.lr?"),
         ("section", ["--set", "optimm.lr=1"], "optim"),
         ("context", ["--set", "model.max_len=9999"], "context is longer than the text"),
+        ("length", ["--set", "data.length=9999"], "data.length is 9999, and the model has"),
         ("long", ["--steps", "5", "--minutes", "1"], "give one of them"),
         ("tracker", ["--track", "trackio"], "pip install 'clearhead[track]'"),
         ("device", ["--set", "train.machine.device=tpu"], "tpu"),
@@ -399,11 +404,46 @@ def test_a_run_folder_that_exists(home, capsys, monkeypatch):
     Path("runs/tiny/mine").write_text("precious")
     monkeypatch.setattr("clearhead.training.run.prepare", None)  # nothing is read before that
     assert cli("train", "tiny.yaml") == 2
-    assert "runs/tiny exists already" in capsys.readouterr().err
+    assert "runs/tiny exists already and is no run" in capsys.readouterr().err
     assert [path.name for path in Path("runs/tiny").iterdir()] == ["mine"]
     Path("runs/tiny/recipe.yaml").write_text("data: {}")
     assert cli("train", "runs/tiny") == 2
     assert "is a run: go on with it (--resume)" in capsys.readouterr().err
+
+
+# --- what is guessed ---
+
+
+def test_parallel_files_are_two_words(home, capsys):
+    Path("train.en").write_text("a red bird sings\nthe dog sleeps\n" * 60)
+    Path("train.de").write_text("ein roter Vogel singt\nder Hund schläft\n" * 60)
+    tiny = ("model.d_model=16", "model.n_heads=2", "model.n_layers=1", "tokenizer.vocab_size=300")
+    words = ("train", "train.en", "train.de", "--steps", "2", "--set", *tiny, "train.batch=200")
+    assert cli(*words) == 0
+    said = capsys.readouterr().out
+    assert "train: seq2seq, train.en,train.de" in said
+    assert "The rate rises over 200 steps, and the run has 2" in said
+    assert "clearhead export runs/train OUT --to onnx" in said
+    assert Path("runs/train/model").is_dir()
+
+
+@pytest.mark.parametrize("columns", [("text", "mood"), ("mood", "review")])
+def test_a_column_of_few_values_is_a_label(home, columns):
+    rows = [",".join(columns)]
+    for i in range(100):
+        row = {columns[0]: f"film number {i}", columns[1]: f"film number {i}"}
+        rows.append(",".join((row | {"mood": ("good", "bad")[i % 2]})[c] for c in columns))
+    Path("table.csv").write_text("\n".join(rows))
+    chosen = guess_objective(open_corpus("table.csv"))
+    text = next(name for name in columns if name != "mood")
+    assert isinstance(chosen, Classification)
+    assert (chosen.text, chosen.label) == (text, "mood")
+
+
+def test_two_columns_of_texts_are_source_and_target(home):
+    rows = ["en,de", *(f"dog number {i},Hund Nummer {i}" for i in range(100))]
+    Path("table.csv").write_text("\n".join(rows))
+    assert isinstance(guess_objective(open_corpus("table.csv")), Seq2seq)
 
 
 # --- memory ---

@@ -56,6 +56,10 @@ def run(args: Args) -> None:
     folder = Path(args.model)
     recipe = RunFolder(folder).read_recipe() if (folder / RECIPE).is_file() else None
     require(
+        args.data is not None or recipe is not None or folder.exists(),
+        f"There is no run {args.model}: `clearhead runs` lists them.",
+    )
+    require(
         args.data is not None or recipe is not None,
         f"{args.model} is no run, so it has no data of its own: clearhead eval MODEL DATA",
     )

@@ -79,13 +79,13 @@ def _row(name: str, preset: Preset) -> dict[str, Any]:
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    from clearhead.cli.console import table_console
     from clearhead.cli.units import short
 
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = table_console()
     gap = 2 if console.width >= 100 else 1
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="underline")
     table.add_column("model", no_wrap=True)

@@ -251,7 +251,8 @@ def _data(trainer: Trainer) -> str:
         return f"made without end; {held}"
     epochs = train.steps * train.accumulate / job.batches.per_epoch
     batches = math.ceil(job.batches.per_epoch)
-    return f"{batches:,} batches show all once, the run shows it {epochs:.2g} times; {held}"
+    shown = f"{batches:,} batch shows" if batches == 1 else f"{batches:,} batches show"
+    return f"{shown} all once, the run shows it {epochs:.2g} times; {held}"
 
 
 def _resumed(trainer: Trainer) -> str:
@@ -309,6 +310,7 @@ def _writes(trainer: Trainer) -> bool:
 def _next_steps(trainer: Trainer) -> Iterator[str]:
     from clearhead.cli.main import VERBS
     from clearhead.data.objectives import NextToken, Seq2seq
+    from clearhead.models.family import family
     from clearhead.training.sample import prompt_of
 
     assert trainer.folder is not None
@@ -321,10 +323,16 @@ def _next_steps(trainer: Trainer) -> Iterator[str]:
         yield f"import clearhead as ch; print({opened}.generate({prompt!r}, max_new_tokens=100))"
     else:
         yield f"import clearhead as ch; model = {opened}"
+    to_hf = hasattr(family(trainer.job.model.config.kind), "to_hf")
+    export = (
+        (f"clearhead export {folder} OUT", "for transformers, ONNX, llama.cpp")
+        if to_hf
+        else (f"clearhead export {folder} OUT --to onnx", "for ONNX runtimes")
+    )
     commands = {
         "eval": (f"clearhead eval {folder}", "figures with their uncertainty"),
         "diagnose": (f"clearhead diagnose {folder}", "what went well, what to change"),
-        "export": (f"clearhead export {folder} OUT", "for transformers, ONNX, llama.cpp"),
+        "export": export,
         "runs": ("clearhead runs", "all runs side by side"),
     }
     for verb, (command, why) in commands.items():

@@ -41,10 +41,11 @@ def run(args: Args) -> None:
         rows = [{"name": name, **asdict(header)} for name, header in headers.items()]
         print(json.dumps(rows, indent=1, ensure_ascii=False))
         return
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, markup=False, emoji=False)
+    from clearhead.cli.console import table_console
+
+    console = table_console()
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="underline")
     table.add_column("recipe", style="cyan", no_wrap=True)
     for heading in ("on two cores", "reaches", "is"):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from clearhead.training.summary import Summary
 
 RUNS = "runs"
+NARROW = 100  # columns of a terminal in which not all figures find room
 STYLES = {
     "running": "cyan",
     "finished": "green",
@@ -51,14 +52,14 @@ def run(args: Args) -> None:
 
         print(json.dumps([asdict(one) for one in found], indent=1, ensure_ascii=False))
         return
-    from rich.console import Console
+    from clearhead.cli.console import table_console
 
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = table_console()
     if not found:
         where = ", ".join(args.folders) or RUNS
         console.print(f"There are no runs in {where} yet: clearhead train shakespeare")
         return
-    console.print(_table(found))
+    console.print(_table(found, console.width < NARROW))
     if several:
         console.print(f"\n{'settings that differ' if other else 'the settings are the same'}")
         if other:
@@ -69,7 +70,7 @@ def run(args: Args) -> None:
             break
 
 
-def _table(found: list[Summary]) -> Table:
+def _table(found: list[Summary], narrow: bool) -> Table:
     from rich.table import Table
     from rich.text import Text
 
@@ -77,13 +78,20 @@ def _table(found: list[Summary]) -> Table:
     from clearhead.cli.units import short
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="underline")
-    table.add_column("run", no_wrap=True)
-    for heading in ("steps", "best valid", "last loss", "reached", "tokens", "time"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("state", no_wrap=True)
+    left_out = ("last loss", "tokens") if narrow else ()
+    headings = ("run", "steps", "best valid", "last loss", "reached", "tokens", "time", "state")
+    for heading in headings:
+        if heading not in left_out:
+            left = heading in ("run", "state")
+            table.add_column(
+                heading,
+                justify="left" if left else "right",
+                no_wrap=heading != "run",
+                overflow="fold",
+            )
     for one in found:
         total = "" if one.total is None else f"/{one.total:,}"
-        table.add_row(
+        cells = (
             one.path,
             f"{one.done:,}{total}",
             _number(one.best),
@@ -93,6 +101,8 @@ def _table(found: list[Summary]) -> Table:
             duration(one.seconds),
             Text(one.state, style=STYLES[one.state]),
         )
+        both = zip(headings, cells, strict=True)
+        table.add_row(*(cell for heading, cell in both if heading not in left_out))
     return table
 
 

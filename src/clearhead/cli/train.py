@@ -37,8 +37,11 @@ WORDS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 class Args:
     """What `clearhead train` takes."""
 
-    what: Annotated[Positional[str], arg(metavar="[WHAT]", help_behavior_hint="")] = ""
-    """A recipe, a YAML file, a data file or set, or, with --resume, a run's folder."""
+    what: Annotated[
+        Positional[tuple[str, ...]], arg(metavar="[WHAT ...]", help_behavior_hint="")
+    ] = ()
+    """A recipe, a YAML file, data files (two parallel ones: train.en train.de), a named set, or,
+    with --resume, a run's folder."""
     set: Annotated[
         UseAppendAction[tuple[tuple[str, ...], ...]],
         arg(metavar="KEY=VALUE ...", help_behavior_hint=""),
@@ -64,7 +67,7 @@ class Args:
 def run(args: Args) -> None:
     """Open the run, step through it, say what came of it."""
     changes = _changes(args)
-    folder, recipe = _resolve(args, changes)
+    folder, recipe = _resolve(args, ",".join(args.what), changes)
     from clearhead.cli.progress import Talk
 
     talk = Talk(quiet=int(os.environ.get("RANK", 0)) != 0)
@@ -117,26 +120,29 @@ def _changes(args: Args) -> dict[str, Any]:
     return changes
 
 
-def _resolve(args: Args, changes: dict[str, Any]) -> tuple[RunFolder, Any]:
+def _resolve(args: Args, what: str, changes: dict[str, Any]) -> tuple[RunFolder, Any]:
     """The folder of the run and, for a new one, its recipe."""
-    inside = Path(args.what) if args.what else None
+    inside = Path(what) if what else None
     is_run = inside is not None and inside.is_dir() and (inside / "recipe.yaml").is_file()
     if args.resume:
-        return _to_resume(args, changes, inside if is_run else None), None
+        return _to_resume(args, what, changes, inside if is_run else None), None
     require(
-        bool(args.what),
+        bool(what),
         "Say what to train: clearhead train my.txt, or one of `clearhead recipes`.",
     )
     require(
-        not is_run or _is_known(args.what),
-        f"{args.what} is a run: go on with it (--resume), or train its recipe again "
-        f"({args.what}/recipe.yaml).",
+        not is_run or _is_known(what),
+        f"{what} is a run: go on with it (--resume), or train its recipe again "
+        f"({what}/recipe.yaml).",
     )
     from clearhead.training.folder import RunFolder
     from clearhead.training.run import read_recipe
 
-    recipe = read_recipe(args.what, changes)
-    return RunFolder(args.out or Path(RUNS) / recipe.name), recipe
+    recipe = read_recipe(what, changes)
+    folder = RunFolder(args.out or Path(RUNS) / recipe.name)
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # there, another process may have begun it
+        folder.refuse_used()
+    return folder, recipe
 
 
 def _is_known(name: str) -> bool:
@@ -147,7 +153,7 @@ def _is_known(name: str) -> bool:
     return name in recipe_names() or is_named(name)
 
 
-def _to_resume(args: Args, changes: dict[str, Any], inside: Path | None) -> RunFolder:
+def _to_resume(args: Args, what: str, changes: dict[str, Any], inside: Path | None) -> RunFolder:
     """The folder to go on with; only the number of steps may be another."""
     steps = changes.pop("train.steps", None)
     if args.steps is not None:
@@ -163,10 +169,10 @@ def _to_resume(args: Args, changes: dict[str, Any], inside: Path | None) -> RunF
     )
     if steps is not None:
         changes["train.steps"] = steps
-    require(bool(args.out or args.what), "Say which run goes on: clearhead train runs/x --resume")
+    require(bool(args.out or what), "Say which run goes on: clearhead train runs/x --resume")
     from clearhead.training.folder import RECIPE, RunFolder
 
-    path = Path(args.out) if args.out else inside or Path(RUNS) / Path(args.what).stem
+    path = Path(args.out) if args.out else inside or Path(RUNS) / Path(what).stem
     require((path / RECIPE).is_file(), f"There is no run in {path}: it has no {RECIPE}.")
     return RunFolder(path)
 

@@ -29,6 +29,7 @@ from clearhead.data.named import is_named, named_sets, open_maker, open_named
 from clearhead.data.readers import (
     Record,
     Stream,
+    beside,
     fingerprint_of,
     languages,
     open_files,
@@ -182,12 +183,13 @@ def _open(paths: list[str], progress: Progress | None) -> dict[str, Stream]:
     found = [_found(path) for path in paths]
     files = [file for some in found for file in some]
     names = languages(files) if len(files) == len(paths) > 1 else None
+    if names is None and len(files) == len(paths) == 2:
+        names = beside(files)
     suffixes = {Path(path).suffix for path in paths}
     require(
         names is not None or len(suffixes) < 2 or len(paths) != 2,
-        f"{' and '.join(paths)} have two endings, but other names too: parallel files differ in "
-        "their language alone (train.en,train.de). Rename one; several texts are a folder or a "
-        "pattern.",
+        f"{' and '.join(paths)} have two endings, other names and other numbers of lines: parallel "
+        "files have as many lines; several texts are a folder or a pattern.",
     )
     return {"train": open_parallel(files, names) if names else open_files(files, ",".join(paths))}
 

@@ -197,6 +197,20 @@ def languages(files: Sequence[File]) -> tuple[str, ...] | None:
     return names if are_names and not any(f".{name.lower()}" in known for name in names) else None
 
 
+def beside(files: Sequence[File]) -> tuple[str, ...] | None:
+    """The columns of two texts with other names and equally many lines, english.txt and german.txt;
+    None for others. Names with numbers are those of chapters.
+    """
+    stems = tuple(file.bare.split(".")[0] for file in files)
+    endings = tuple(file.suffix.removeprefix(".") for file in files)
+    plain = all(file.suffix not in READERS for file in files)
+    if len(set(stems)) != 2 or not plain or any(c.isdigit() for name in stems for c in name):
+        return None
+    names = endings if len(set(endings)) == 2 and all(endings) else stems
+    first, second = (sum(1 for _ in file.lines()) for file in files)
+    return names if first == second > 1 else None
+
+
 def open_parallel(files: Sequence[File], names: Sequence[str]) -> Rows:
     """Files whose lines belong together, line by line."""
     counts = [sum(1 for _ in file.lines()) for file in files]

@@ -1,8 +1,9 @@
 """What a table is for, judged by the names of its columns: said where it is clear, else asked.
 
-text, whatever else               next_token
 label and one text, or two that   classification
 are known to belong together
+two columns, one of few values    classification of the other
+text, whatever else               next_token
 two columns                       seq2seq, the second from the first
 
 Ids are left out of account. A guess that could as well be another is an error that names the
@@ -11,6 +12,7 @@ columns: training on the wrong one would look like training.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 from clearhead.data.corpus import Corpus
@@ -20,6 +22,7 @@ from clearhead.data.objectives import Objective
 from clearhead.errors import ClearheadError
 
 IDS = {"", "id", "idx", "index", "guid", "uid", "uuid", "key", "unnamed: 0"}
+LOOK, MOST = 2000, 50  # records that are looked at; more different values are no labels
 PAIRS = (
     ("premise", "hypothesis"),
     ("sentence1", "sentence2"),
@@ -42,6 +45,8 @@ def guess_objective(corpus: Corpus) -> Objective:
     """What the data are for."""
     if "label" in corpus.columns:
         return labelled(corpus)
+    if (few := _few_values(corpus)) is not None:
+        return few
     return NextToken() if "text" in corpus.columns else two_columns(corpus)
 
 
@@ -54,6 +59,19 @@ def labelled(corpus: Corpus, labels: tuple[str, ...] = ()) -> Classification:
     if len(texts) != 1 and "text" not in texts:
         raise _unclear(corpus)
     return Classification(text="text" if "text" in texts else texts[0], labels=labels)
+
+
+def _few_values(corpus: Corpus) -> Classification | None:
+    """Two columns of which one says the same few short things over and over: what the other is."""
+    names = _contents(corpus)
+    if len(names) != 2 or corpus.endless:
+        return None
+    rows = list(islice(corpus.records("train"), LOOK))
+    seen = {name: {str(row.get(name)) for row in rows} for name in names}
+    label, text = sorted(names, key=lambda name: len(seen[name]))
+    few = len(seen[label]) <= min(MOST, len(rows) // 5) and len(seen[text]) > len(rows) // 2
+    short = all(len(value) <= 40 for value in seen[label])
+    return Classification(text=text, label=label) if few and short else None
 
 
 def two_columns(corpus: Corpus) -> Seq2seq:

@@ -73,7 +73,9 @@ class RunFolder:
             not self.path.exists()
             or (self.path.is_dir() and {inner.name for inner in self.path.iterdir()} <= NOTHING),
             f"{self.path} exists already: go on with it (--resume), or choose another folder "
-            "(--out).",
+            "(--out)."
+            if self.begun
+            else f"{self.path} exists already and is no run: choose another folder (--out).",
         )
 
     def start(self, recipe: Recipe, tokenizer: Tokenizer | None = None) -> None:

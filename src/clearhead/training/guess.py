@@ -38,7 +38,7 @@ def guess_recipe(source: str, changes: Mapping[str, Any]) -> Recipe:
     data["data"] = {"source": source, "objective": chosen.to_dict(), **data["data"]}
     if isinstance(chosen, Classification):
         data["eval"] = {"metric": "accuracy"}
-    return Recipe.from_dict(settle(data, changes), Path(source).stem or "run")
+    return Recipe.from_dict(settle(data, changes), Path(source.split(",")[0]).stem or "run")
 
 
 def _said(changes: Mapping[str, Any]) -> Objective | None:
@@ -56,7 +56,7 @@ def _language(corpus: Corpus) -> dict[str, Any]:
     width, layers, context = (192, 4, 128) if small else (256, 6, 256)
     often = size < OFTEN  # the run will see it many times, and must not learn it by heart
     return {
-        "data": {"length": _context(size, context)},
+        "data": {"length": _context(size, context)} if size < 20 * context else {},
         "tokenizer": "characters" if small else {"kind": "bpe", "vocab_size": 8000},
         "model": {
             "family": "llama",

@@ -99,12 +99,27 @@ def prepare(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Job:
     freeze(model.net, recipe.optim.freeze)
     if recipe.train.lora is not None:
         add_lora(model.net, recipe.train.lora, torch.Generator().manual_seed(recipe.train.seed))
-    length = min(data.length or model.config.max_len, model.config.max_len)
+    length = _length(recipe, model)
     objective = suited(objective.bind(tokenizer), model, length)
     stream = _stream(recipe, corpus, objective, tokenizer, length)
     valid = make_store(corpus, "valid", objective, tokenizer)
     mark = _hash(corpus.fingerprint, _vocabularies(tokenizer))
     return Job(recipe, objective, model, stream, valid, length, drawn, mark)
+
+
+def _length(recipe: Recipe, model: Model) -> int:
+    """Tokens in an example: as many as were asked for, or as the model has positions."""
+    most: int = model.config.max_len
+    asked = recipe.data.length
+    require(
+        asked is None or asked <= most,
+        f"data.length is {asked}, and the model has {most} positions: set model.max_len to "
+        f"{asked}, or data.length to {most} at most."
+        if not recipe.model.source
+        else f"data.length is {asked}, and {recipe.model.source} has {most} positions: set "
+        f"data.length to {most} at most.",
+    )
+    return asked or most
 
 
 def _with_width(recipe: Recipe, model: Model) -> Recipe:

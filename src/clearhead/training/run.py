@@ -113,7 +113,7 @@ def open_run(
         _lengthen(trainer, steps)
         return trainer
     job, said = fit_budget(job)
-    for sentence in filter(None, (describe_start(job), said)):
+    for sentence in filter(None, (describe_start(job), said, _long_warmup(job.recipe))):
         say(sentence)
     if folder is not None:
         tokenizer = job.model.tokenizer
@@ -122,6 +122,17 @@ def open_run(
     if recipe.train.minutes is not None and world.size == 1:
         trainer.deadline = 60 * recipe.train.minutes
     return trainer
+
+
+def _long_warmup(recipe: Recipe) -> str:
+    """A sentence about a rate that rises until the end; empty where it does not."""
+    warmup, steps = recipe.optim.warmup, recipe.train.steps
+    if warmup < steps:
+        return ""
+    return (
+        f"The rate rises over {warmup} steps, and the run has {steps}: it never comes to "
+        f"{recipe.optim.lr:g} (--set optim.warmup={max(1, steps // 10)})"
+    )
 
 
 def _settled(
