@@ -32,6 +32,15 @@ if TYPE_CHECKING:
 LINES = 10.0  # seconds between two plain lines
 SAMPLES = 15.0  # seconds between two samples at least, and thirty times what one takes
 RECENT = 50  # steps over which loss and speed are averaged
+# objective -> the command that uses such a model, what it takes, what it gives
+USES = {
+    "next_token": ("generate", '"..."', "what follows a text"),
+    "seq2seq": ("translate", '"..."', "or lines of a file: --file"),
+    "classification": ("classify", '"..."', "the label of a text"),
+    "tagging": ("tag", '"..."', "the label of every word"),
+    "span_qa": ("answer", '"...?" --context "..."', "the piece of a text"),
+    "pairs": ("embed", '"..." "..."', "how alike texts are"),
+}
 
 
 class Talk:
@@ -316,13 +325,16 @@ def _next_steps(trainer: Trainer) -> Iterator[str]:
     assert trainer.folder is not None
     folder, objective = trainer.folder.path, trainer.job.objective
     opened = f"ch.load({str(folder)!r})"
-    if isinstance(objective, Seq2seq):
-        yield f"import clearhead as ch; print({opened}.translate('...'))"
-    elif isinstance(objective, NextToken):
+    if isinstance(objective, NextToken):
         prompt = prompt_of(trainer)
         yield f"import clearhead as ch; print({opened}.generate({prompt!r}, max_new_tokens=100))"
+    elif isinstance(objective, Seq2seq):
+        yield f"import clearhead as ch; print({opened}.translate('...'))"
     else:
         yield f"import clearhead as ch; model = {opened}"
+    if objective.kind in USES:
+        verb, words, why = USES[objective.kind]
+        yield f"{f'clearhead {verb} {folder} {words}':<47} {why}"
     to_hf = hasattr(family(trainer.job.model.config.kind), "to_hf")
     export = (
         (f"clearhead export {folder} OUT", "for transformers, ONNX, llama.cpp")

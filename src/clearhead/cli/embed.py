@@ -1,0 +1,92 @@
+"""Texts as vectors, and how alike they are.
+
+clearhead embed MODEL "a dog" "a puppy" "a car" prints the cosine of each pair; --json prints the
+vectors, one object a line, and --out writes them as a NumPy file. Without texts, and without
+--file, standard input is read, a text a line.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from tyro.conf import Positional, arg
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SHOWN = 20  # texts that are compared with each other on a screen
+
+
+@dataclass(frozen=True)
+class Args:
+    """What `clearhead embed` takes."""
+
+    model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")]
+    """A run's folder, a model's folder or file, or a hub name."""
+    texts: Annotated[
+        Positional[tuple[str, ...]], arg(metavar="[TEXT ...]", help_behavior_hint="")
+    ] = ()
+    """What to embed; none: standard input."""
+    file: str | None = None
+    """A file with a text a line."""
+    out: str | None = None
+    """Write the vectors here (.npy), one row a text."""
+    json: bool = False
+    """Print the vectors, an object a line."""
+    stats: bool = False
+    """Say at the end how fast it was."""
+
+
+def run(args: Args) -> None:
+    """Load, embed, print."""
+    import torch
+
+    from clearhead.api import load
+    from clearhead.cli.texts import chunks, read_texts, say_json
+
+    texts = read_texts(args.texts, args.file)
+    model = load(args.model)
+    begun, parts = time.perf_counter(), []
+    for some in chunks(texts):
+        vectors = model.embed(list(some))
+        parts.append(vectors)
+        if args.json:
+            for text, vector in zip(some, vectors.tolist(), strict=True):
+                say_json(text=text, vector=vector)
+    took = time.perf_counter() - begun
+    found = torch.cat(parts)
+    if args.out is not None:
+        import numpy as np
+
+        with open(args.out, "wb") as file:
+            np.save(file, found.float().numpy())
+        print(f"{found.shape[0]} vectors of {found.shape[1]} numbers: {args.out}", file=sys.stderr)
+    elif not args.json:
+        _print(texts, found)
+    if args.stats:
+        print(f"{len(texts)} texts, {took:.2f} s: {len(texts) / took:.1f}/s", file=sys.stderr)
+
+
+def _print(texts: list[str], vectors: Tensor) -> None:
+    """The cosine of every pair; of very many texts, or of one, the numbers themselves."""
+    if not 2 <= len(texts) <= SHOWN:
+        for vector in vectors.tolist():
+            print(" ".join(f"{x:.5g}" for x in vector))
+        return
+    import torch.nn.functional as F
+    from rich.table import Table
+
+    from clearhead.cli.console import table_console
+
+    unit = F.normalize(vectors.float(), dim=1)
+    cosines = (unit @ unit.T).tolist()
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="underline")
+    table.add_column("cosine", overflow="fold")
+    for i in range(len(texts)):
+        table.add_column(str(i + 1), justify="right", no_wrap=True)
+    for i, (text, row) in enumerate(zip(texts, cosines, strict=True)):
+        table.add_row(f"{i + 1} {text}", *(f"{x:.3f}" for x in row))
+    table_console().print(table)

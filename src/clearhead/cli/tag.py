@@ -1,0 +1,43 @@
+"""Tag words: every word of a sentence with its label.
+
+clearhead tag runs/tag "Ann lives in Paris". Without texts, and without --file, standard input is
+read, a sentence a line, its words parted by blanks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+
+@dataclass(frozen=True)
+class Args:
+    """What `clearhead tag` takes."""
+
+    model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")]
+    """A run's folder, a model's folder or file, or a hub name."""
+    texts: Annotated[
+        Positional[tuple[str, ...]], arg(metavar="[TEXT ...]", help_behavior_hint="")
+    ] = ()
+    """Sentences; none: standard input."""
+    file: str | None = None
+    """A file with a sentence a line."""
+    json: bool = False
+    """Print an object a line."""
+
+
+def run(args: Args) -> None:
+    """Load, tag, print."""
+    from clearhead.api import load
+    from clearhead.cli.texts import read_texts, say_json
+
+    texts = read_texts(args.texts, args.file)
+    model = load(args.model)
+    for text in texts:
+        found = model.tag(text)
+        if args.json:
+            say_json(text=text, words=[word for word, _ in found], tags=[tag for _, tag in found])
+        else:
+            print(" ".join(f"{word}/{tag}" for word, tag in found), flush=True)

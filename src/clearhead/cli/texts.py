@@ -1,0 +1,57 @@
+"""What a command reads and writes: texts as arguments, from a file or from standard input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from clearhead.errors import require
+
+CHUNK = 256  # texts that are worked on before the first of them are printed
+
+
+def read_texts(words: Sequence[str], file: str | None) -> list[str]:
+    """The arguments; or the lines of a file, or of standard input, without empty ones."""
+    require(not words or file is None, "Texts were given twice: as arguments, and with --file.")
+    texts = list(words) or [line for line in _lines(file) if line.strip()]
+    where = "standard input" if file is None else file
+    require(bool(texts), f"There is no text: give it as an argument, or a line each in {where}.")
+    return texts
+
+
+def read_whole(file: str | None) -> str:
+    """All of a file, or of standard input, as one text."""
+    return "\n".join(_lines(file)).strip()
+
+
+def chunks(texts: Sequence[Any], size: int = CHUNK) -> Iterator[Sequence[Any]]:
+    """So many texts at a time, so that the first answers come early, with a bar on a terminal."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    starts: Iterable[int] = range(0, len(texts), size)
+    if len(texts) > size and console.is_terminal:
+        starts = track(list(starts), "texts", console=console, transient=True)
+    for start in starts:
+        yield texts[start : start + size]
+
+
+def say_json(**record: Any) -> None:
+    """One object a line."""
+    print(json.dumps(record, ensure_ascii=False), flush=True)
+
+
+def _lines(file: str | None) -> Iterator[str]:
+    if file is not None:
+        from clearhead.data.files import find_files
+
+        for found in find_files(Path(file)):
+            yield from (line.rstrip("\r\n") for line in found.lines())
+        return
+    if sys.stdin.isatty():
+        print("reading standard input; Ctrl-D ends it", file=sys.stderr)
+    yield from (line.rstrip("\r\n") for line in sys.stdin)
