@@ -19,6 +19,8 @@ from clearhead.errors import ClearheadError
 from clearhead.generate.batch import by_length, decode_batch, decode_rows, encode_sources
 from clearhead.generate.beam import Beam, beam_search
 from clearhead.generate.decode import Sampling, decode_tokens
+from clearhead.generate.rules import Rules
+from clearhead.generate.translate import search_texts
 from clearhead.models.base import EncoderDecoder
 from clearhead.text.trained import train_tokenizer
 from clearhead.weights.hf import load_hf
@@ -171,6 +173,145 @@ def test_sources_that_are_done_leave_and_all_beams_share_one_cross_cache():
     assert cross == [4]  # the keys of four sources, projected once
 
 
+# --- coverage
+
+
+def coverage(net, prompt, new, memory):
+    """Wu et al. 2016, equation 14, with every look computed at once, without a cache."""
+    ids = torch.tensor([[*prompt, *new]])
+    with torch.inference_mode(), ch.capture(net, "decoder.stack.blocks.1.cross_attn.pattern") as a:
+        net.decode(ids[:, :-1], memory)
+    (pattern,) = a.values()
+    looks = pattern[0].mean(dim=0)[len(prompt) - 1 :].sum(dim=0)
+    return float(sum(math.log(min(float(one), 1.0)) for one in looks))
+
+
+@pytest.mark.parametrize("weight", [0.2, 1.5])
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_coverage_is_that_of_an_exhaustive_search(name, weight):
+    net = tiny.tiny(name, vocab_size=4)
+    stop, most, prompt = 3, 3, [1, 2]
+    memory = memory_of(net, [[1, 2, 0, 2]])
+    scored = []
+    for n in range(most + 1):
+        for text in itertools.product(range(3), repeat=n):
+            ids = [*text, stop] if n < most else list(text)
+            total = log_probability(net, prompt, ids, memory)
+            score = total / len(ids) ** 0.6 + weight * coverage(net, prompt, ids, memory)
+            scored.append((score, list(text)))
+    scored.sort(key=lambda pair: -pair[0])
+    stops = frozenset({stop})
+    beam = Beam(4**most, 0.6, "sure", most, best=8, stop=stops, coverage_penalty=weight)
+    found = beam_search(net, [prompt], beam, MAX_LEN, memory)[0]
+    assert [one.ids for one in found] == [text for _, text in scored[:8]]
+    for one, (score, _) in zip(found, scored, strict=False):
+        assert one.score == pytest.approx(score, rel=1e-4)
+    plain = Beam(4**most, 0.6, "sure", most, best=8, stop=stops)
+    plain_found = beam_search(net, [prompt], plain, MAX_LEN, memory)[0]
+    assert all(one.score > same.score for one, same in zip(plain_found, found, strict=True))
+
+
+@pytest.mark.parametrize("patience", ["full", "likely", "sure"])
+def test_coverage_of_a_ragged_batch_is_one_by_one(patience):
+    net = tiny.tiny("t5-gated")
+    beam = Beam(4, 0.7, patience, 9, best=4, stop=STOP, coverage_penalty=0.3)
+    found = beam_search(net, PROMPTS, beam, MAX_LEN, memory_of(net))
+    for i, prompt in enumerate(PROMPTS):
+        single = beam_search(net, [prompt], beam, MAX_LEN, alone(net, i))[0]
+        assert [one.ids for one in single] == [one.ids for one in found[i]]
+        for one in found[i]:
+            ids = one.ids if one.end is None else [*one.ids, one.end]
+            expected = one.log_probability / len(ids) ** 0.7
+            expected += 0.3 * coverage(net, prompt, ids, alone(net, i))
+            assert one.score == pytest.approx(expected, rel=1e-3)
+
+
+def test_nobody_listens_without_a_coverage_penalty():
+    net = tiny.tiny("t5")
+    seen = []
+    attention = net.decoder.stack.blocks[-1].cross_attn
+    draw = attention.kernel.pattern
+    attention.kernel.pattern = lambda *given: seen.append(1) or draw(*given)
+    beam_search(net, PROMPTS, Beam(2, max_new_tokens=3), MAX_LEN, memory_of(net))
+    assert not seen
+    looking = Beam(2, max_new_tokens=3, coverage_penalty=0.1)
+    beam_search(net, PROMPTS, looking, MAX_LEN, memory_of(net))
+    assert seen
+    assert not attention.pattern.listeners
+    with pytest.raises(ClearheadError, match="no source to cover"):
+        beam_search(tiny.tiny("gpt2"), [[1]], looking, MAX_LEN)
+
+
+# --- groups
+
+
+def slow_groups(net, prompt, beam, memory=None):
+    """Vijayakumar et al. 2018, algorithm 1, without a cache: all hypotheses of each group."""
+    size = beam.width // beam.groups
+    running = [[(0.0, [])] for _ in range(beam.groups)]
+    found = [[] for _ in range(beam.groups)]
+    for length in range(1, beam.max_new_tokens + 1):
+        taken = []
+        for g in range(beam.groups):
+            options = []
+            for total, text in running[g]:
+                ids = torch.tensor([[*prompt, *text]])
+                given = () if memory is None else (memory,)
+                with torch.inference_mode():
+                    log_p = net.decode(ids, *given)[0, -1].log_softmax(dim=0).tolist()
+                for token, value in enumerate(log_p):
+                    cost = beam.diversity_penalty * taken.count(token)
+                    options.append((total + value - cost, total + value, [*text, token]))
+            options.sort(key=lambda option: -option[0])
+            ends = [text[-1] in beam.stop or length == beam.max_new_tokens for *_, text in options]
+            for (_, value, text), end in list(zip(options, ends, strict=True))[:size]:
+                if end:
+                    found[g].append((value / length**beam.length_penalty, value, text))
+            found[g] = sorted(found[g], key=lambda one: -one[0])[:size]
+            going = [o for o, end in zip(options, ends, strict=True) if not end][:size]
+            running[g] = [(value, text) for _, value, text in going]
+            if len(found[g]) == size:  # patience "full"
+                running[g] = []
+            taken += [text[-1] for _, text in running[g]]
+    return found
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-window", "bart"])
+@pytest.mark.parametrize(("width", "groups"), [(4, 2), (6, 3), (3, 3)])
+@pytest.mark.parametrize("cost", [0.0, 0.5, 3.0])
+def test_groups_are_the_slow_algorithm(name, width, groups, cost):
+    net = tiny.tiny(name)
+    beam = Beam(
+        width,
+        0.6,
+        "full",
+        6,
+        best=width,
+        stop=STOP,
+        groups=groups,
+        diversity_penalty=cost,
+    )
+    found = beam_search(net, PROMPTS, beam, MAX_LEN, memory_of(net))
+    for i, prompt in enumerate(PROMPTS):
+        expected = [one for group in slow_groups(net, prompt, beam, alone(net, i)) for one in group]
+        expected = {tuple(text): (score, value) for score, value, text in expected}
+        ours = {(*one.ids, *([] if one.end is None else [one.end])): one for one in found[i]}
+        assert set(ours) == set(expected)
+        assert len(found[i]) == len(ours)
+        assert [one.score for one in found[i]] == sorted((o.score for o in found[i]), reverse=True)
+        for text, (score, value) in expected.items():
+            assert ours[text].score == pytest.approx(score, rel=1e-4)
+            assert ours[text].log_probability == pytest.approx(value, rel=1e-4)
+
+
+def test_groups_are_more_diverse_than_one_beam():
+    net = tiny.tiny("gpt2")
+    one = beam_search(net, [[1, 2]], Beam(6, max_new_tokens=6, best=6), MAX_LEN)[0]
+    more = Beam(6, max_new_tokens=6, best=6, groups=6, diversity_penalty=5.0)
+    many = beam_search(net, [[1, 2]], more, MAX_LEN)[0]
+    assert len({text.ids[0] for text in many}) == 6 > len({text.ids[0] for text in one})
+
+
 # --- the peer
 
 PEERS = {
@@ -263,6 +404,54 @@ def test_transformers_finds_the_same(peers, patience, penalty, ends):
     torch.testing.assert_close(scores, out.sequences_scores, rtol=1e-4, atol=1e-5)
 
 
+RULES = {
+    "n-grams": ({"no_repeat_ngram_size": 2}, Rules(no_repeat=2)),
+    "repetition": ({"repetition_penalty": 1.7}, Rules(repetition=1.7)),
+    "least": ({"min_new_tokens": 6}, Rules(least=6)),
+    "last": ({"forced_eos_token_id": 2}, Rules(last=2)),
+    "words": ({"bad_words_ids": [[4, 5], [9, 30]]}, Rules(banned=((4, 5), (9, 30)))),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("penalty", [1.0, 0.0])
+def test_transformers_finds_the_same_under_rules(peers, name, penalty):
+    hf, net = peers
+    theirs, rules = RULES[name]
+    seq2seq, source = hf.config.is_encoder_decoder, [9, 30, 9, 41, 59, 26]
+    settings = {
+        "num_beams": 4,
+        "length_penalty": penalty,
+        "num_return_sequences": 4,
+        "max_new_tokens": 12,
+        "eos_token_id": [2, 19],
+        "pad_token_id": 1,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+    }
+    rows = torch.tensor([source])
+    with torch.inference_mode():
+        out = hf.generate(rows, attention_mask=torch.ones_like(rows), **settings | theirs)
+    beam = Beam(4, penalty, "likely", 12, best=4, stop=frozenset({2, 19}), rules=rules)
+    start = [hf.generation_config.decoder_start_token_id] if seq2seq else source
+    memory = encode_sources(net, [source]) if seq2seq else None
+    ours = beam_search(net, [start], beam, 64, memory)[0]
+    found = [cut(ids[len(start) :], beam.stop) for ids in out.sequences.tolist()]
+    assert [one.ids for one in ours] == found
+    scores = torch.tensor([one.score for one in ours])
+    torch.testing.assert_close(scores, out.sequences_scores, rtol=1e-4, atol=1e-5)
+    free = Beam(4, penalty, "likely", 12, best=4, stop=beam.stop)
+    if name == "n-grams":  # and the rule changes something
+        assert [one.ids for one in beam_search(net, [start], free, 64, memory)[0]] != found
+
+
+def test_rules_that_rule_out_all():
+    net = tiny.tiny("gpt2", vocab_size=4)
+    with pytest.raises(ClearheadError, match="rule out all of them"):
+        beam_search(net, [[1]], Beam(2, rules=Rules(no_repeat=1)), MAX_LEN)
+
+
 def cut(ids, stop):
     """Up to the first id that ends a text."""
     return list(itertools.takewhile(lambda id: id not in stop, ids))
@@ -294,6 +483,18 @@ def test_translations_come_in_the_order_given(model, beams):
     assert len(set(found)) > 2
     if beams == 1:
         assert found[0] == model.generate("the cat", max_new_tokens=15)
+
+
+def test_the_best_few_of_each_text_with_their_scores(model):
+    texts = ["the cat", "", "the log sat"]
+    beam = Beam(4, max_new_tokens=9, best=3, stop=frozenset({8}))
+    found = search_texts(model.net, model.tokenizer, texts, beam, [1], MAX_LEN, capped=False)
+    assert [len(each) for each in found] == [3, 0, 3]
+    first = model.translate(texts, beams=4, max_new_tokens=9)
+    assert [model.tokenizer.decode(each[0].ids) for each in (found[0], found[2])] == [
+        first[0],
+        first[2],
+    ]
 
 
 def test_a_translation_is_as_long_as_its_source_and_fifty_more(model):
@@ -380,6 +581,11 @@ def test_what_cannot_be_searched(model, unchecked):
         beam_search(model.net, [[1]], Beam(), MAX_LEN, memory_of(model.net))
     with pytest.raises(ClearheadError, match="5 hypotheses were asked of 4 beams"):
         Beam(4, best=5)
+    with pytest.raises(ClearheadError, match="5 beams cannot be parted into 2 equal groups"):
+        Beam(5, groups=2)
+    for wrong in ({"coverage_penalty": -1.0}, {"diversity_penalty": math.nan}):
+        with pytest.raises(ClearheadError, match="is a number of 0 or more"):
+            Beam(**wrong)
     with pytest.raises(ClearheadError, match="patience is"):
         Beam(patience="never")
     decoder = ch.build("gpt2", seed=0, **tiny.SIZES)

@@ -23,6 +23,7 @@ VERBS = [
     "classify",
     "tag",
     "answer",
+    "fill",
     "embed",
     "eval",
     "runs",
@@ -32,6 +33,7 @@ VERBS = [
     "show",
     "import",
     "export",
+    "quantise",
 ]
 
 

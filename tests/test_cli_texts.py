@@ -1,11 +1,12 @@
-"""`clearhead translate`, `embed`, `classify`, `tag`, `answer`: the model's own answers, a line
-each, from arguments, files and standard input.
+"""The commands that use a model: its own answers, a line each, from arguments, files and standard
+input.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 import clearhead as ch
 import tiny
 from clearhead.cli.main import main
+from clearhead.measure import roofs
 from clearhead.text.trained import train_tokenizer
 
 TEXTS = ["the cat sat", "on the mat and the dog", "the log"]
@@ -25,13 +27,16 @@ SIZES = {"n_layers": 1, "d_model": 16, "n_heads": 2, "max_len": 64}
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Folders of tiny random models by what they are for."""
-    tokenizer = train_tokenizer("bpe", TEXTS, vocab_size=275)
+    roles = {"unk": "[UNK]", "pad": "[PAD]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+    tokenizer = train_tokenizer("bpe", TEXTS, vocab_size=275, special_tokens=roles)
     heads = {
         "embed": ("bert", {"kind": "pooling", "mode": "mean", "normalise": True}),
         "classify": ("bert", {"kind": "classification", "n_labels": 3}),
         "tag": ("bert", {"kind": "tagging", "n_labels": 3}),
         "answer": ("bert", "span"),
+        "fill": ("bert", "masked_lm"),
         "translate": ("transformer", None),
+        "generate": ("gpt2", None),
     }
     found = {}
     for name, (family, head) in heads.items():
@@ -134,6 +139,59 @@ def test_answers_are_pieces_of_the_text(models, capsys, tmp_path, monkeypatch):
     assert said(capsys, "answer", folder, "what sat ?") == right.text + "\n"
 
 
+def test_masks_are_filled(models, capsys):
+    folder, text = str(models["fill"]), "the [MASK] sat on the [MASK]"
+    right = ch.load(folder).fill(text, best=2)
+    lines = said(capsys, "fill", folder, text, "--best", "2", "--json").splitlines()
+    for number, (line, candidates) in enumerate(zip(lines, right, strict=True), 1):
+        found = json.loads(line)
+        assert found["mask"] == number
+        assert [one["token"] for one in found["candidates"]] == [one.token for one in candidates]
+    plain = said(capsys, "fill", folder, "the [MASK] sat", "--best", "3").splitlines()
+    assert len(plain) == 3
+
+
+def test_texts_are_written_as_the_model_writes_them(models, capsys, monkeypatch):
+    folder = str(models["generate"])
+    model = ch.load(folder)
+    settings = {"max_new_tokens": 12, "temperature": 0.7, "top_k": 5, "seed": 3}
+    words = ("--max-new-tokens", "12", "--temperature", "0.7", "--top-k", "5", "--seed", "3")
+    right = model.generate("the cat", **settings)
+    assert said(capsys, "generate", folder, "the cat", *words) == f"the cat{right}\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO("the cat\n"))
+    assert said(capsys, "generate", folder, *words) == f"the cat{right}\n"
+    lines = said(capsys, "generate", folder, "the cat", *words, "--n", "2", "--json").splitlines()
+    both = model.generate("the cat", n=2, **settings)
+    assert [json.loads(line)["text"] for line in lines] == both
+    several = said(capsys, "generate", folder, "the cat", *words, "--n", "2")
+    assert several == f"--- 1\nthe cat{both[0]}\n--- 2\nthe cat{both[1]}\n"
+
+
+def test_other_settings_of_generate(models, capsys, tmp_path):
+    folder = str(models["generate"])
+    model = ch.load(folder)
+    right = model.generate("the cat", beams=3, max_new_tokens=5)
+    words = ("generate", folder, "the cat", "--max-new-tokens", "5")
+    assert said(capsys, *words, "--set", "beams=3") == f"the cat{right}\n"
+    found = said(capsys, *words, "--seed", "1", "--set", "regex=[ab]{2}[01]")
+    assert re.fullmatch(r"the cat[ab]{2}[01]\n", found)
+    (tmp_path / "schema.json").write_text('{"enum": [17]}')
+    schema = f"schema={tmp_path / 'schema.json'}"
+    assert said(capsys, *words, "--seed", "1", "--set", schema) == "the cat17\n"
+    assert main([*words, "--set", "beam=3"]) == 2
+    assert 'no setting "beam"' in capsys.readouterr().err
+
+
+def test_the_speed_and_a_full_context_are_said_on_the_side(models, capsys, monkeypatch):
+    bandwidth = roofs.Report(roofs=roofs.Roofs(bandwidth=10.0))
+    monkeypatch.setattr(roofs, "measure", lambda probes: bandwidth)
+    words = ["generate", str(models["generate"]), "the cat", "--max-new-tokens", "80", "--stats"]
+    assert main([*words, "--temperature", "0"]) == 0
+    err = capsys.readouterr().err
+    assert "clearhead: The text has come to the model's last position (64)" in err
+    assert re.search(r"80 new: .* tokens/s: \d+% of what the memory allows \(fp32, ", err)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -144,6 +202,9 @@ def test_answers_are_pieces_of_the_text(models, capsys, tmp_path, monkeypatch):
         (["answer", "answer", "what ?", "--context", " "], "no text to look for"),
         (["answer", "answer", "a ?", "--context", "b", "--file", "c"], "given twice"),
         (["tag", "tag", "--file", "none.txt"], 'no file or folder "none.txt"'),
+        (["generate", "generate", "a", "--file", "b"], "given twice"),
+        (["generate", "generate", "a", "--set", "schema=none.json"], "no file with a JSON schema"),
+        (["fill", "fill", "no mask here"], "There is no mask"),
         (["translate", "embed", "a"], "Translating takes an encoder-decoder"),
     ],
 )

@@ -7,7 +7,6 @@ import clearhead as ch
 import tiny
 from clearhead.errors import ClearheadError
 from clearhead.generate.decode import Sampling, decode_tokens
-from clearhead.generate.sampling import choose, probabilities
 from clearhead.text.trained import train_tokenizer
 
 TEXT = "the cat sat on the mat and the dog sat on the log"
@@ -81,28 +80,6 @@ def test_seeds_repeat_and_differ(tokenizer):
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_sampling_frequencies_are_the_distribution():
-    logits = torch.tensor([[2.0, 1.0, 0.5, 0.0, -1.0]])
-    dice = torch.Generator().manual_seed(0)
-    draws = torch.cat(
-        [choose(logits.expand(500, -1), 0.7, 4, 0.9, dice) for _ in range(20)]
-    ).bincount(minlength=5)
-    p = probabilities(logits, 0.7, 4, 0.9)[0]
-    kept = p > 0
-    assert (draws[~kept] == 0).all()
-    expected = p[kept] * 10000
-    chi_square = ((draws[kept] - expected) ** 2 / expected).sum()
-    assert chi_square < 16.3  # three degrees of freedom at most, p = 0.001
-
-
-def test_top_k_top_p_and_small_temperatures():
-    logits = torch.tensor([[3.0, 3.0, 1.0, 0.0]])
-    assert sorted(probabilities(logits, top_k=1)[0].tolist()) == [0.0, 0.0, 0.0, 1.0]  # ties too
-    assert (probabilities(logits, top_p=0.4)[0] > 0).sum() == 1
-    assert probabilities(torch.tensor([[5.0, 1.0]]), 1e-40)[0].tolist() == [1.0, 0.0]
-    assert choose(logits, temperature=0.0).tolist() == [0]
-
-
 def test_an_encoder_decoder_starts_from_its_start_token(tokenizer):
     model = ch.build(
         "t5", seed=0, vocab_size=tokenizer.vocab_size, n_layers=1, d_model=16, n_heads=2
@@ -126,6 +103,20 @@ def test_an_encoder_decoder_starts_from_its_start_token(tokenizer):
         ({"max_new_tokens": 0}, "one token at least"),
         ({"max_new_tokens": "3"}, "must be a whole number"),
         ({"beems": 2}, "no setting"),
+        ({"temperatur": 2}, 'Did you mean "temperature"'),
+        ({"stop": ""}, "stop string is empty"),
+        ({"stop": ["a", ""]}, "stop string is empty"),
+        ({"stop": [3]}, "stop string is text"),
+        ({"n": 0}, "n is how many"),
+        ({"seed": "x"}, "seed must be a whole number"),
+        ({"log_probabilities": 3}, "details=True"),
+        ({"log_probabilities": -1, "details": True}, "log_probabilities is how many"),
+        ({"banned": [""]}, "banned text is empty"),
+        ({"banned": [10**6]}, "Tokens are named that are not there"),
+        ({"logit_bias": {"the cat": 1.0}}, "logit_bias is for single tokens"),
+        ({"logit_bias": 3}, "logit_bias is a table"),
+        ({"min_new_tokens": 9, "max_new_tokens": 3}, "at least cannot be more than at most"),
+        ({"no_repeat_ngram": -1}, "no_repeat_ngram is a whole number"),
     ],
 )
 def test_settings_that_mean_nothing(tokenizer, settings, said, unchecked):
@@ -133,7 +124,7 @@ def test_settings_that_mean_nothing(tokenizer, settings, said, unchecked):
         gpt(tokenizer).generate("the", **settings)
 
 
-def test_what_cannot_write_is_told_so(tokenizer):
+def test_what_cannot_write_is_told_so(tokenizer, unchecked):
     bert = ch.build("bert", vocab_size=64, n_layers=1, d_model=16, n_heads=2)
     bert.tokenizer = tokenizer
     for call in (bert.generate, lambda text: bert.chat([{"role": "user", "content": text}])):
@@ -152,8 +143,26 @@ def test_what_cannot_write_is_told_so(tokenizer):
         ch.build("gpt2", vocab_size=4, n_layers=1, d_model=16, n_heads=2).generate("a")
     with pytest.raises(ClearheadError, match="listens"):
         small.transcribe(torch.zeros(16000))
-    with pytest.raises(ClearheadError, match="shorten the prompt"):
-        gpt(tokenizer, max_len=4).generate("the cat sat")
+    for call in ("the cat sat", ["a", "the cat sat"]):
+        with pytest.raises(ClearheadError, match="A prompt has 11 tokens, and the model 4"):
+            gpt(tokenizer, max_len=4).generate(call)
+    for call, said in [([], "no prompts"), (["a", 3], "prompt is text"), ("", "prompt is empty")]:
+        with pytest.raises(ClearheadError, match=said):
+            gpt(tokenizer).generate(call)
+    for settings in ({"n": 2}, {}):
+        with pytest.raises(ClearheadError, match="stream writes one text"):
+            list(gpt(tokenizer).stream("the" if settings else ["the"], **settings))
+
+
+def test_an_empty_prompt_begins_a_text():
+    own = train_tokenizer("bytes", [TEXT])
+    model = gpt(own)
+    begin = own.eos_id if own.bos_id is None else own.bos_id
+    assert begin is not None
+    found = list(decode_tokens(model.net, [begin], Sampling(6, stop=frozenset(own.eos_ids)), 32))
+    assert model.generate("", max_new_tokens=6) == own.decode(found)
+    # Special tokens that the vocabulary does not have are text like any other.
+    assert isinstance(model.generate("<|im_start|>the", max_new_tokens=2), str)
 
 
 def test_embeddings_do_not_depend_on_the_batch(tokenizer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,21 @@ from torch import Tensor
 
 from clearhead.attention.positions import Positions
 from clearhead.errors import ClearheadError, require
+from clearhead.fast.form import Quick, count_weights, make_fast
+from clearhead.fast.formats import Form
+from clearhead.fast.rounding import draw_text
 from clearhead.generate.answer import Answer, answer_question
 from clearhead.generate.batch import encode_sources
-from clearhead.generate.beam import Beam
-from clearhead.generate.decode import Sampling, decode_tokens
+from clearhead.generate.fill import fill_masks
 from clearhead.generate.labels import classify_texts, tag_sentences
+from clearhead.generate.options import Options, beam_of, read_options
+from clearhead.generate.prefix import Prefixes
 from clearhead.generate.score import score_tokens
-from clearhead.generate.settings import FILE
+from clearhead.generate.settings import FILE, patience_said
 from clearhead.generate.transcribe import transcribe
 from clearhead.generate.translate import translate_texts
 from clearhead.generate.vectors import embed_texts
+from clearhead.generate.write import Piece, Written, whole, write_texts
 from clearhead.layers.embed import check_ids
 from clearhead.layers.sound import SoundEmbedding
 from clearhead.media.audio import read_audio
@@ -52,6 +57,8 @@ class Model:
     ) -> None:
         self.net, self.config, self.tokenizer = net, config, tokenizer
         self.companions = dict(companions or {})
+        self._quick = Quick()
+        self.prefixes = Prefixes()  # what was read with remember=True
 
     def __call__(self, *ids: Tensor, at: Positions | None = None, **more: Any) -> Tensor:
         """The network's output: `model(ids)`, or `model(source, target)` for an encoder-decoder."""
@@ -99,37 +106,49 @@ class Model:
         target = getattr(self.config, "target_vocab_size", None) or self.config.vocab_size
         return [self.config.vocab_size, target][:count]
 
+    def fast(self, form: Form = "int8") -> Model:
+        """The same model in a form for running on a CPU, and not for training.
+
+        Its linear layers' weights are kept as fp32 (shared with this model), bf16, int8 or int4.
+        `generate`, `translate` and `transcribe` take the fp32 form of a large model by themselves.
+        On other devices nothing changes.
+        """
+        text = None
+        if form == "int4" and self.config.shape == "decoder" and isinstance(self.net.head, LMHead):
+            text = draw_text(self._quick(self.net), self.config.max_len, self.config.vocab_size)
+        net = make_fast(self.net, form, text)
+        return Model(net, self.config, self.tokenizer, self.companions)
+
     # -- text
 
-    def generate(self, prompt: str, **settings: Any) -> str:
-        """The text that follows a prompt; for an encoder-decoder, what it makes of the source.
+    def generate(self, prompt: str | Sequence[str], **settings: Any) -> Any:
+        """The text that follows a prompt, or those of many; for an encoder-decoder, what it makes
+        of the source. A list of prompts gives a list; n=3 gives three texts a prompt; details=True
+        gives `Written` (text, ids, log-probabilities, why it ended, seconds).
 
-        Settings: max_new_tokens, temperature (0: the best token each time), top_k, top_p, seed.
+        Settings: max_new_tokens, temperature (0: the best token each time), top_k, top_p, min_p,
+        typical, seed, stop, and the rules of docs/generating.md.
         """
-        return "".join(self.stream(prompt, **settings))
+        many = [prompt] if isinstance(prompt, str) else list(prompt)
+        options, ids, sources = self._request(many, settings)
+        found = whole(self._write(ids, options, sources))
+        texts = [
+            _result(found[i : i + options.n], options) for i in range(0, len(found), options.n)
+        ]
+        return texts[0] if isinstance(prompt, str) else texts
 
     def stream(self, prompt: str, **settings: Any) -> Iterator[str]:
-        """The same piece by piece, as soon as it is known; never half a character."""
-        tokenizer = self._tokenizer()
-        self._check_writes()
-        sampling = self._sampling(settings)
-        given = torch.tensor([tokenizer.encode(prompt)], device=next(self.net.parameters()).device)
-        check_ids(given, self.config.vocab_size)
-        if isinstance(self.net, EncoderDecoder):
-            with torch.inference_mode(), self.net.at_rest():
-                memory = self.net.encode(given)
-            ids = self._start_ids()
-            text = tokenizer.target.decode_stream()
-        else:
-            memory, ids, text = None, given[0].tolist(), tokenizer.decode_stream()
-        for token in decode_tokens(self.net, ids, sampling, self.config.max_len, memory):
-            if piece := text.feed(token):
-                yield piece
-        if rest := text.flush():
-            yield rest
+        """The same piece by piece, as soon as it is known; never half a character. Whoever stops
+        iterating stops the work; the generator returns `Written`.
+        """
+        require(isinstance(prompt, str), "stream writes one text: generate takes many prompts.")
+        options, ids, sources = self._request([prompt], settings)
+        return self._stream(ids, options, sources)
 
-    def chat(self, messages: Sequence[Mapping[str, str]], **settings: Any) -> str:
-        """The answer to a conversation: [{"role": "user", "content": "..."}]."""
+    def chat(self, messages: Sequence[Mapping[str, str]], **settings: Any) -> Any:
+        """The answer to a conversation: [{"role": "user", "content": "..."}], with the settings of
+        `generate`.
+        """
         tokenizer = self._tokenizer()
         self._check_writes()
         require(
@@ -138,8 +157,19 @@ class Model:
         )
         ids = tokenizer.encode(tokenizer.chat(messages), special=False)
         check_ids(torch.tensor(ids), self.config.vocab_size)
-        tokens = decode_tokens(self.net, ids, self._sampling(settings), self.config.max_len)
-        return tokenizer.decode(tokens)
+        options = self._options(settings)
+        return _result(whole(self._write([ids], options)), options)
+
+    def fill(self, text: str | Sequence[str], best: int = 5) -> Any:
+        """The likeliest tokens behind each [MASK] of a text (an encoder with a masked_lm head): a
+        list of `Candidate`, the best first; of several masks a list of these; of many texts a list
+        of all that.
+        """
+        self._check_head("masked_lm", "Filling masks")
+        many = [text] if isinstance(text, str) else list(text)
+        masks = fill_masks(self.net, self._tokenizer(), many, self._text_len(), best)
+        found = [each[0] if len(each) == 1 else each for each in masks]
+        return found[0] if isinstance(text, str) else found
 
     def translate(
         self,
@@ -163,19 +193,20 @@ class Model:
         )
         self._check_writes()
         limit = self.config.max_len if max_new_tokens is None else max_new_tokens
-        ends = self._sampling({"max_new_tokens": limit})
+        start, said = self._start_ids(), self.companions.get(FILE, {})
+        sampling = self._options({"max_new_tokens": limit}).sampling_for(start)
         if beams is None:
             beams = self._generation("num_beams") or 1
         if length_penalty is None:
             length_penalty = self._generation("length_penalty")
         penalty = 1.0 if length_penalty is None else length_penalty
-        beam = Beam(beams, penalty, "likely", limit, stop=ends.stop, never=ends.never)
+        beam = beam_of(sampling, beams, 1, patience_said(said), length_penalty=penalty)
         found = translate_texts(
-            self.net,
+            self._quick(self.net),
             tokenizer,
             many,
             beam,
-            self._start_ids(),
+            start,
             self.config.max_len,
             batch_tokens,
             capped=max_new_tokens is None,
@@ -248,7 +279,8 @@ class Model:
             f"Transcribing takes a model that listens (Whisper), and this is a {self.config.kind}.",
         )
         wave = sound if isinstance(sound, Tensor) else read_audio(sound)
-        return " ".join(transcribe(self.net, self.config, self._tokenizer(), wave, language))
+        net = self._quick(self.net)
+        return " ".join(transcribe(net, self.config, self._tokenizer(), wave, language))
 
     def _check_head(self, kind: str, what: str, own: str = "") -> None:
         """Refuse what takes another head, and say how the model gets it."""
@@ -286,16 +318,62 @@ class Model:
         """A setting that came with the model for generation."""
         return self.companions.get(FILE, {}).get(key)
 
-    def _sampling(self, settings: Mapping[str, Any]) -> Sampling:
-        known = {"max_new_tokens", "temperature", "top_k", "top_p", "seed"}
-        wrong = sorted(set(settings) - known)
-        require(not wrong, f"generate has no setting {wrong}. It has: {', '.join(sorted(known))}.")
-        ends = self._generation("eos_token_id")
-        stop = set(self._tokenizer().target.eos_ids)
-        stop |= {ends} if isinstance(ends, int) else set(ends or ())
-        # Words of one token that the model's makers ruled out: Marian writes no padding.
-        banned = [words[0] for words in self._generation("bad_words_ids") or () if len(words) == 1]
-        return Sampling(**settings, stop=frozenset(stop), never=frozenset(banned))
+    def _options(self, settings: Mapping[str, Any]) -> Options:
+        """What a call says, and what came with the model."""
+        said, size = self.companions.get(FILE, {}), self._vocabularies(2)[1]
+        return read_options(settings, said, self._tokenizer().target, size)
+
+    def _request(
+        self, prompts: Sequence[str], settings: Mapping[str, Any]
+    ) -> tuple[Options, list[list[int]], list[list[int]] | None]:
+        """The settings, the ids that texts begin with, and an encoder-decoder's sources."""
+        tokenizer = self._tokenizer()
+        self._check_writes()
+        options = self._options(settings)
+        require(len(prompts) > 0, "There are no prompts: give at least one.")
+        for prompt in prompts:
+            require(isinstance(prompt, str), f"A prompt is text, not {prompt!r:.60}.")
+        ids = tokenizer.encode_batch(prompts)
+        if isinstance(self.net, EncoderDecoder):
+            require(all(ids), "A source is empty: give it at least one token.")
+        else:
+            ids = [given or self._empty_prompt() for given in ids]
+        for given in ids:
+            check_ids(torch.tensor(given), self.config.vocab_size)
+        if not isinstance(self.net, EncoderDecoder):
+            return options, ids, None
+        return options, [self._start_ids()] * len(ids), ids
+
+    def _empty_prompt(self) -> list[int]:
+        """Where a text begins when nothing is given: behind the begin token, or behind the end of
+        another text.
+        """
+        tokenizer = self._tokenizer()
+        begin = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+        require(
+            begin is not None,
+            "The prompt is empty, and this tokeniser has no token that begins a text: give at "
+            "least one token to start from.",
+        )
+        return [int(begin)]  # type: ignore[arg-type]
+
+    def _write(
+        self, ids: list[list[int]], options: Options, sources: list[list[int]] | None = None
+    ) -> Generator[Piece, None, list[Written]]:
+        kept = self.prefixes if options.remember else None
+        target, most = self._tokenizer().target, self.config.max_len
+        return write_texts(self._quick(self.net), target, ids, options, most, sources, kept)
+
+    def _stream(
+        self, ids: list[list[int]], options: Options, sources: list[list[int]] | None
+    ) -> Generator[str, None, Written]:
+        require(options.n == 1, "stream writes one text: n is for generate.")
+        pieces = self._write(ids, options, sources)
+        while True:
+            try:
+                yield next(pieces)[1]
+            except StopIteration as end:
+                return end.value[0]
 
     def _start_ids(self) -> list[int]:
         """What an encoder-decoder's target starts with: never the begin token alone."""
@@ -324,5 +402,11 @@ class Model:
             (folder / name).write_text(json.dumps(content, indent=2) + "\n")
 
     def __repr__(self) -> str:
-        count = sum(p.numel() for p in self.net.parameters())
+        count = count_weights(self.net)
         return f"Model({self.config.kind}, {self.config.shape}, {count:,} parameters)"
+
+
+def _result(found: Sequence[Written], options: Options) -> Any:
+    """What was asked of one prompt's texts."""
+    results = list(found) if options.details else [one.text for one in found]
+    return results[0] if options.n == 1 else results

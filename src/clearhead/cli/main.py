@@ -25,6 +25,7 @@ VERBS = {
     "classify": ("clearhead.cli.classify", "the label of texts, with its probability"),
     "tag": ("clearhead.cli.tag", "every word of a sentence with its label"),
     "answer": ("clearhead.cli.answer", "the piece of a text that answers a question"),
+    "fill": ("clearhead.cli.fill", "the likeliest tokens behind the masks of a text"),
     "embed": ("clearhead.cli.embed", "texts as vectors, and how alike they are"),
     "eval": ("clearhead.cli.eval", "how good a model is on data, with confidence intervals"),
     "runs": ("clearhead.cli.runs", "the runs so far, side by side"),
@@ -34,6 +35,7 @@ VERBS = {
     "show": ("clearhead.cli.show", "layers, parameters, FLOPs and memory of a model"),
     "import": ("clearhead.cli.import_", "bring in a model that others made, with a report"),
     "export": ("clearhead.cli.export", "write a model for transformers, ONNX or llama.cpp"),
+    "quantise": ("clearhead.cli.quantise", "write a model with its weights in 16, 8 or 4 bits"),
 }
 
 

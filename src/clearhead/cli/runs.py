@@ -91,7 +91,7 @@ def _table(found: list[Summary], narrow: bool) -> Table:
             )
     for one in found:
         total = "" if one.total is None else f"/{one.total:,}"
-        cells = (
+        cells: tuple[str | Text, ...] = (
             one.path,
             f"{one.done:,}{total}",
             _number(one.best),

@@ -1,7 +1,9 @@
-"""Many prompts at once: prefill them together, then a token a row; rows that end leave the batch.
+"""The decoding core: prefill the prompts together, then a token a row from the cache.
 
 Prompts and sources may be ragged: empty slots are said by positions, each row counts from its own
-start, and every row gets what it would get alone, draws included (each row has its own dice).
+start, and every row gets what it would get alone, draws included (each row has its own dice). Rows
+that end leave the batch. It depends on the protocol of `models.base` alone (`new_cache`, `decode`,
+and `encode` for an encoder-decoder), and it is a generator: whoever stops iterating stops the work.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from torch import Tensor
 from clearhead.attention.cache import Cache
 from clearhead.attention.positions import Positions
 from clearhead.errors import require
-from clearhead.generate.decode import Sampling, check_logits
-from clearhead.generate.sampling import choose
+from clearhead.generate.prefix import Prefixes
+from clearhead.generate.row import Row, Step, choose_rows
+from clearhead.generate.sampling import Sampling
 from clearhead.layers.stack import Memory
 
 Rows = Sequence[Sequence[int]]
@@ -33,33 +36,15 @@ def decode_rows(
 ) -> Iterator[dict[int, int]]:
     """What follows each prompt, a step at a time: {row: its next id} of the rows that go on.
 
-    `limits`: how many tokens each row may get, where that is fewer than the sampling's.
+    `limits`: how many tokens each row may get, where that is fewer than the sampling's. A row ends
+    where the model's positions do.
     """
     ends = row_limits(prompts, sampling.max_new_tokens, max_len, limits)
-    open_rows, count = list(range(len(prompts))), 0
-    with torch.inference_mode(), net.at_rest():
-        cache, logits = prefill(net, prompts, ends, memory)
-    never = torch.tensor(sorted(sampling.never), dtype=torch.long, device=logits.device)
-    dice = [_dice(sampling, logits.device) for _ in prompts] if sampling.temperature else []
-    while True:
-        with torch.inference_mode():
-            if len(never):
-                logits = logits.index_fill(1, never, torch.finfo(logits.dtype).min)
-            new = _choose_rows(logits, sampling, [dice[row] for row in open_rows] if dice else [])
-        tokens, count = new.tolist(), count + 1
-        alive = [i for i, token in enumerate(tokens) if token not in sampling.stop]
-        if alive:
-            yield {open_rows[i]: tokens[i] for i in alive}
-        alive = [i for i in alive if count < ends[open_rows[i]]]
-        if not alive:
-            return
-        # Only the step itself is without gradients and dropout: between tokens the caller works.
-        with torch.inference_mode(), net.at_rest():
-            if len(alive) < len(open_rows):
-                kept = torch.tensor(alive, device=new.device)
-                cache.keep(kept)
-                new, open_rows = new[kept], [open_rows[i] for i in alive]
-            logits = net.decode(new.unsqueeze(1), cache=cache)[:, -1]
+    pairs = zip(prompts, ends, strict=True)
+    rows = [Row(i, prompt, sampling, end) for i, (prompt, end) in enumerate(pairs)]
+    for steps in decode_steps(net, rows, max_len, memory, slide=False):
+        if found := {step.row: step.token for step in steps if step.end != "token"}:
+            yield found
 
 
 def decode_batch(
@@ -70,12 +55,73 @@ def decode_batch(
     memory: Memory | None = None,
     limits: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """The ids that follow each prompt, without the stop id: `decode_tokens` for many rows."""
+    """The ids that follow each prompt, without the stop id."""
     found: list[list[int]] = [[] for _ in prompts]
     for step in decode_rows(net, prompts, sampling, max_len, memory, limits):
         for row, token in step.items():
             found[row].append(token)
     return found
+
+
+def decode_steps(
+    net: Any,
+    rows: Sequence[Row],
+    max_len: int,
+    memory: Memory | None = None,
+    samples: int = 1,
+    slide: bool = True,
+    prefixes: Prefixes | None = None,
+) -> Iterator[list[Step]]:
+    """One step of every open row, until none is open; whoever sets `row.end` closes a row.
+
+    `samples` rows stand behind each other for every prompt and share its prefill, and its source.
+    A row that comes to the last position ends there, or, with `slide`, reads the last half of its
+    context again from position 0 and writes on: it has forgotten what was before.
+    """
+    check_prompts([row.prompt for row in rows], max_len)
+    slide = slide and memory is None and max_len >= 2
+    slots = list(rows)
+    with torch.inference_mode(), net.at_rest():
+        heads = slots[::samples]
+        room = [_room(row, max_len) for row in heads]
+        prompts = [row.window for row in heads]
+        cache, logits = prefill(net, prompts, room, memory, samples, prefixes)
+    while True:
+        with torch.inference_mode():
+            new = choose_rows(logits, slots)
+        steps = [row.take(max_len, slide) for row in slots if row.end is None]
+        yield steps
+        if all(row.end is not None for row in slots):
+            return
+        # Only the step itself is without gradients and dropout: between tokens the caller works.
+        with torch.inference_mode(), net.at_rest():
+            if any(len(row.window) == max_len for row in slots if row.end is None):
+                slots = [row for row in slots if row.end is None]
+                for row in slots:
+                    row.slide(max_len)
+                room = [_room(row, max_len) for row in slots]
+                cache, logits = prefill(net, [row.window for row in slots], room)
+                continue
+            slots, new = _drop(cache, slots, new, 1 if memory is None else samples)
+            logits = net.decode(new.unsqueeze(1), cache=cache)[:, -1]
+
+
+def _room(row: Row, max_len: int) -> int:
+    """How many tokens a row may still get before its context is full."""
+    return min(row.limit - len(row.text), max_len - len(row.window))
+
+
+def _drop(
+    cache: Cache, slots: list[Row], new: Int[Tensor, " b"], group: int
+) -> tuple[list[Row], Int[Tensor, " kept"]]:
+    """Rows that ended leave the cache. Samples of one source share it, and leave together."""
+    firsts = range(0, len(slots), group)
+    alive = [i // group for i in firsts if any(row.end is None for row in slots[i : i + group])]
+    if len(alive) == len(firsts):
+        return slots, new
+    cache.keep(torch.tensor(alive, device=new.device))
+    kept = [i * group + j for i in alive for j in range(group)]
+    return [slots[i] for i in kept], new[kept]
 
 
 def prefill(
@@ -84,16 +130,20 @@ def prefill(
     limits: Sequence[int],
     memory: Memory | None = None,
     beams: int = 1,
+    prefixes: Prefixes | None = None,
 ) -> tuple[Cache, Float[Tensor, "rows v"]]:
     """A cache that has read the prompts, with room for so many tokens more, and what may follow.
 
     Each prompt has `beams` rows, one behind the other. A prompt without a source is read once and
     its rows are copies; prompts with a source are short, and their cache has its rows from the
-    start.
+    start. `prefixes`: what was read before and need not be read again.
     """
     room = max(len(row) + limit for row, limit in zip(prompts, limits, strict=True))
+    known = [0] * len(prompts)
     if memory is None:
         cache, rows = net.new_cache(len(prompts), room), list(prompts)
+        if prefixes is not None:
+            known = prefixes.recall(net, cache, prompts)
     else:
         require(
             len(prompts) == memory.rows,
@@ -101,44 +151,66 @@ def prefill(
         )
         cache = net.new_cache(memory, room, beams)
         rows = [row for row in prompts for _ in range(beams)]
-    ids, at = pad_rows(rows, next(net.parameters()).device)
-    last = torch.tensor([len(row) - 1 for row in rows], device=ids.device)
+        known = [0] * len(rows)
+    device = next(net.parameters()).device
+    rest = [row[n:] for row, n in zip(rows, known, strict=True)]
+    ids, at = pad_rows(rest, device, known)
+    last = torch.tensor([len(row) - 1 for row in rest], device=device)
     logits = net.decode(ids, at=at, cache=cache)
-    logits = logits[torch.arange(len(rows), device=ids.device), last]
+    logits = logits[torch.arange(len(rows), device=device), last]
     check_logits(logits)
+    if memory is None and prefixes is not None:
+        prefixes.keep(cache, prompts)
     if memory is None and beams > 1:
-        copies = torch.arange(len(rows), device=ids.device).repeat_interleave(beams)
+        copies = torch.arange(len(rows), device=device).repeat_interleave(beams)
         cache.reorder(copies)
         logits = logits[copies]
     return cache, logits
+
+
+def check_logits(logits: Tensor) -> None:
+    """Refuse to choose from what cannot be compared; -inf, a token that is ruled out, can."""
+    require(
+        bool(logits.amax(dim=-1).isfinite().all()),
+        "The model's outputs are not numbers: its weights are damaged.",
+    )
+
+
+def check_prompts(prompts: Rows, max_len: int) -> None:
+    """Refuse prompts that leave nothing to read, or no room to write."""
+    require(len(prompts) > 0, "There are no prompts: give at least one.")
+    for row in prompts:
+        require(len(row) > 0, "A prompt is empty: give at least one token to start from.")
+        require(
+            len(row) < max_len,
+            f"A prompt has {len(row)} tokens, and the model {max_len} positions, of which one must "
+            f"be free: shorten the prompt, or keep its last {max_len - 1} tokens.",
+        )
 
 
 def row_limits(
     prompts: Rows, most: int, max_len: int, limits: Sequence[int] | None = None
 ) -> list[int]:
     """How many tokens each row may get: what is asked, as far as the model has positions."""
-    require(len(prompts) > 0, "There are no prompts: give at least one.")
     require(
         limits is None or len(limits) == len(prompts),
         f"{len(prompts)} prompts were given {len(limits or ())} limits: one a prompt.",
     )
+    check_prompts(prompts, max_len)
     found = []
     for row, limit in zip(prompts, limits or [most] * len(prompts), strict=True):
-        require(len(row) > 0, "A prompt is empty: give at least one token to start from.")
-        require(
-            len(row) < max_len,
-            f"A prompt has {len(row)} tokens, and the model {max_len} positions: shorten it.",
-        )
         require(limit >= 1, f"A row's limit is {limit}: ask for one token at least.")
         found.append(min(limit, most, max_len - len(row)))
     return found
 
 
-def pad_rows(rows: Rows, device: torch.device | str) -> tuple[Int[Tensor, "b t"], Positions]:
+def pad_rows(
+    rows: Rows, device: torch.device | str, start: int | Sequence[int] = 0
+) -> tuple[Int[Tensor, "b t"], Positions]:
     """Rows of different lengths as one tensor, with where its tokens stand."""
     width = max(len(row) for row in rows)
     ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
-    return ids, Positions.ragged([len(row) for row in rows], device=device)
+    return ids, Positions.ragged([len(row) for row in rows], start=start, device=device)
 
 
 def encode_sources(net: Any, sources: Rows) -> Memory:
@@ -156,20 +228,3 @@ def by_length(lengths: Sequence[int], slots: int) -> Iterator[list[int]]:
         size = max(1, slots // max(1, lengths[order[0]]))
         yield order[:size]
         order = order[size:]
-
-
-def _dice(sampling: Sampling, device: torch.device) -> torch.Generator | None:
-    if sampling.seed is None:
-        return None
-    return torch.Generator(device).manual_seed(sampling.seed)
-
-
-def _choose_rows(
-    logits: Float[Tensor, "b v"], sampling: Sampling, dice: Sequence[torch.Generator | None]
-) -> Int[Tensor, " b"]:
-    """The best token of each row, or each row's draw with its own dice."""
-    how = (sampling.temperature, sampling.top_k, sampling.top_p)
-    if not dice:
-        return choose(logits, *how)
-    draws = [choose(row, *how, one) for row, one in zip(logits.split(1), dice, strict=True)]
-    return torch.cat(draws)

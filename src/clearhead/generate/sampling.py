@@ -1,42 +1,108 @@
 """Choosing the next token from logits, by pure functions.
 
-They are applied in the order temperature, top-k, top-p.
+They are applied in this order; each sees what the ones before it left, made to sum to 1 again:
 
-    p = softmax(logits / temperature), of the k best, of the smallest set whose sum reaches top_p
+    temperature   p = softmax(logits / temperature)
+    top_k         the k best
+    top_p         the smallest set of the best whose sum reaches top_p
+    min_p         those with at least min_p times the best one's probability
+    typical       the smallest set whose sum reaches it of those nearest to -log p = H(p)
 
-Temperature 0 is the greedy choice. Holtzman et al. 2020 (top-p).
+Temperature 0 is the greedy choice. Holtzman et al. 2020 (top-p); Nguyen et al. 2024 (min-p);
+Meister et al. 2022 (locally typical). What comes before all this stands in `rules`.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from clearhead.errors import require
+from clearhead.generate.rules import NONE, Rules
 
 Logits = Float[Tensor, "b v"]
+FEW = 1024
+Dice = torch.Generator | Sequence[torch.Generator | None] | None
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen and when to stop."""
+
+    max_new_tokens: int = 200
+    """How many at most."""
+    temperature: float = 0.0
+    """0 takes the best token; above, tokens are drawn."""
+    top_k: int = 0
+    """Draw from the k best only; 0: from all."""
+    top_p: float = 1.0
+    """Draw from the smallest set that has this probability."""
+    seed: int | None = None
+    """For draws that can be repeated."""
+    stop: frozenset[int] = frozenset()
+    """Ids that end the text; they are not part of it."""
+    never: frozenset[int] = frozenset()
+    """Ids that are never chosen."""
+    min_p: float = 0.0
+    """Draw only what has this share of the best one's probability; 0: from all."""
+    typical: float = 1.0
+    """Draw from the most typical tokens that have this probability; 1: from all."""
+    rules: Rules = NONE
+    """What else holds: penalties, biases, banned and forced tokens."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "top_k", "temperature", "top_p", "min_p", "typical"):
+            value = getattr(self, name)
+            whole = name in ("max_new_tokens", "top_k")
+            require(
+                isinstance(value, int if whole else (int, float)),
+                f"{name} must be a {'whole ' if whole else ''}number, not {value!r}.",
+            )
+        require(
+            self.seed is None or isinstance(self.seed, int),
+            f"seed must be a whole number, or None for other draws each time, not {self.seed!r}.",
+        )
+        check_sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.typical)
+        require(
+            self.max_new_tokens >= 1,
+            f"max_new_tokens is {self.max_new_tokens}: ask for one token at least.",
+        )
+        require(
+            self.rules.least <= self.max_new_tokens,
+            f"min_new_tokens is {self.rules.least} and max_new_tokens {self.max_new_tokens}: at "
+            "least cannot be more than at most.",
+        )
+
+    @property
+    def how(self) -> tuple[float, int, float, float, float]:
+        """What `choose` takes, in its order."""
+        return self.temperature, self.top_k, self.top_p, self.min_p, self.typical
+
+    def dice(self, sample: int = 0, device: torch.device | str = "cpu") -> torch.Generator | None:
+        """The dice of one sample of a request, whatever else is in its batch; None: nobody's."""
+        if self.seed is None or not self.temperature:
+            return None
+        # The golden ratio's bits: samples of neighbouring seeds do not meet.
+        mixed = (self.seed + sample * 0x9E3779B97F4A7C15) % 2**63
+        return torch.Generator(device).manual_seed(mixed)
 
 
 def probabilities(
-    logits: Logits, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+    logits: Logits,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    typical: float = 1.0,
 ) -> Logits:
     """The distribution to draw from; what is ruled out has exactly 0."""
-    check_sampling(temperature, top_k, top_p)
-    require(temperature > 0, "At temperature 0 the best token is taken, and nothing is drawn.")
-    logits = logits.float()
-    # The best at 0: then no temperature, however small, makes a number that is not one.
-    p = ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
-    if 0 < top_k < p.shape[-1]:
-        best = p.topk(top_k, dim=-1)
-        p = torch.zeros_like(p).scatter(-1, best.indices, best.values)
-    if top_p < 1.0:
-        ordered, index = (p / p.sum(dim=-1, keepdim=True)).sort(dim=-1, descending=True)
-        # What stands before a token already reaches top_p: it is not needed. The first always
-        # stays.
-        needed = ordered.cumsum(dim=-1) - ordered < top_p
-        p = torch.zeros_like(p).scatter(-1, index, ordered * needed)
-    return p / p.sum(dim=-1, keepdim=True)
+    p, index = _candidates(logits, temperature, top_k, top_p, min_p, typical)
+    return p if index is None else torch.zeros_like(logits, dtype=p.dtype).scatter(-1, index, p)
 
 
 def choose(
@@ -44,20 +110,29 @@ def choose(
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
-    generator: torch.Generator | None = None,
+    min_p: float = 0.0,
+    typical: float = 1.0,
+    dice: Dice = None,
 ) -> Int[Tensor, " b"]:
-    """One token a row."""
-    check_sampling(temperature, top_k, top_p)
+    """One token a row; `dice`: one for all rows, or each row's own."""
+    check_sampling(temperature, top_k, top_p, min_p, typical)
     if temperature == 0:
         return logits.argmax(dim=-1)
-    p = probabilities(logits, temperature, top_k, top_p)
-    return torch.multinomial(p, 1, generator=generator).squeeze(1)
+    p, index = _candidates(logits, temperature, top_k, top_p, min_p, typical)
+    # One number a row decides, so that a row's draw costs its dice one throw. What has no
+    # probability does not move the sum, so it is never where the sum passes the throw.
+    sums = p.double().cumsum(dim=-1)
+    throws = _throws(len(p), dice, p.device).unsqueeze(1) * sums[:, -1:]
+    found = torch.searchsorted(sums, throws, right=True).clamp(max=p.shape[1] - 1)
+    return (found if index is None else index.gather(-1, found)).squeeze(1)
 
 
-def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
+def check_sampling(
+    temperature: float, top_k: int, top_p: float, min_p: float = 0.0, typical: float = 1.0
+) -> None:
     """Refuse settings that mean nothing."""
     require(
-        temperature >= 0,
+        0 <= temperature < math.inf,
         f"temperature is {temperature}: 0 takes the best token, above 0 draws; below makes no "
         "sense.",
     )
@@ -65,3 +140,71 @@ def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
     require(
         0 < top_p <= 1, f"top_p is {top_p}: it is a probability above 0, and 1 keeps all tokens."
     )
+    require(
+        0 <= min_p <= 1, f"min_p is {min_p}: it is a share from 0, which keeps all tokens, to 1."
+    )
+    require(
+        0 < typical <= 1,
+        f"typical is {typical}: it is a probability above 0, and 1 keeps all tokens.",
+    )
+
+
+def _candidates(
+    logits: Logits, temperature: float, top_k: int, top_p: float, min_p: float, typical: float
+) -> tuple[Float[Tensor, "b n"], Int[Tensor, "b n"] | None]:
+    """The probabilities to draw from, and the tokens they belong to; None: all, in their order.
+
+    Behind top-k and top-p the best stand first, and few numbers are left of a vocabulary.
+    """
+    check_sampling(temperature, top_k, top_p, min_p, typical)
+    require(temperature > 0, "At temperature 0 the best token is taken, and nothing is drawn.")
+    logits, index = logits.float(), None
+    if 0 < top_k < logits.shape[-1]:
+        logits, index = logits.topk(top_k, dim=-1)
+    # The best at 0: then no temperature, however small, makes a number that is not one.
+    p = ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
+    if top_p < 1:
+        if index is None:
+            p, index = _best_first(p, top_p)
+        # What stands before a token already reaches top_p: it is not needed. The first always is.
+        p = p * (p.cumsum(dim=-1) - p < top_p)
+        p = p / p.sum(dim=-1, keepdim=True)
+    if min_p > 0:
+        p = p * (p >= min_p * p.amax(dim=-1, keepdim=True))
+        p = p / p.sum(dim=-1, keepdim=True)
+    if typical < 1:
+        surprise = -p.log()
+        entropy = torch.special.entr(p).sum(dim=-1, keepdim=True)
+        p = p * _enough(p, -(surprise - entropy).abs(), typical)
+        p = p / p.sum(dim=-1, keepdim=True)
+    return p, index
+
+
+def _best_first(
+    p: Float[Tensor, "b v"], mass: float
+) -> tuple[Float[Tensor, "b n"], Int[Tensor, "b n"]]:
+    """The largest first; only the first few, if those of every row reach `mass`: to sort a whole
+    vocabulary takes longer than a small model takes for a token.
+    """
+    if p.shape[-1] > 4 * FEW:
+        best = p.topk(FEW, dim=-1)
+        if bool((best.values.sum(dim=-1) > mass + 1e-5).all()):
+            return best.values, best.indices
+    return p.sort(dim=-1, descending=True, stable=True)
+
+
+def _enough(p: Float[Tensor, "b n"], worth: Float[Tensor, "b n"], mass: float) -> Tensor:
+    """Which tokens are needed, the worthiest first, until their probabilities reach `mass`."""
+    order = worth.argsort(dim=-1, descending=True, stable=True)
+    ordered = p.gather(-1, order)
+    needed = ordered.cumsum(dim=-1) - ordered < mass
+    needed[..., 0] = True
+    return torch.zeros_like(needed).scatter(-1, order, needed)
+
+
+def _throws(rows: int, dice: Dice, device: torch.device) -> Float[Tensor, " rows"]:
+    """A number from 0 to 1 for every row."""
+    if dice is None or isinstance(dice, torch.Generator):
+        return torch.rand(rows, generator=dice, device=device, dtype=torch.float64)
+    each = [torch.rand(1, generator=one, device=device, dtype=torch.float64) for one in dice]
+    return torch.cat(each)

@@ -6,13 +6,14 @@ more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from clearhead.errors import require
 from clearhead.generate.batch import by_length, decode_batch, encode_sources
-from clearhead.generate.beam import Beam, beam_search
-from clearhead.generate.decode import Sampling
+from clearhead.generate.beam import Beam, Hypothesis, beam_search
+from clearhead.generate.sampling import Sampling
 
 EXTRA = 50
 
@@ -27,41 +28,80 @@ def translate_texts(
     batch_tokens: int = 4096,
     capped: bool = True,
 ) -> list[str]:
-    """What the model makes of each text; a text without tokens stays empty.
+    """The best that the model makes of each text; a text without tokens stays empty.
 
     `batch_tokens`: how many slots of sources are searched at once, all beams counted; `capped`:
     whether the length of a source limits that of its translation.
     """
+    found = [""] * len(texts)
+    for batch in _batches(tokenizer.encode_batch(texts), beam, batch_tokens, capped):
+        for i, ids in zip(batch.rows, _best(net, batch, beam, start, max_len), strict=True):
+            found[i] = tokenizer.target.decode(ids)
+    return found
+
+
+def search_texts(
+    net: Any,
+    tokenizer: Any,
+    texts: Sequence[str],
+    beam: Beam,
+    start: Sequence[int],
+    max_len: int,
+    batch_tokens: int = 4096,
+    capped: bool = True,
+) -> list[list[Hypothesis]]:
+    """The `beam.best` hypotheses of each text with their scores, the best first; a text without
+    tokens has none. Otherwise as `translate_texts`.
+    """
+    found: list[list[Hypothesis]] = [[] for _ in texts]
+    for batch in _batches(tokenizer.encode_batch(texts), beam, batch_tokens, capped):
+        for i, each in zip(batch.rows, _search(net, batch, beam, start, max_len), strict=True):
+            found[i] = each
+    return found
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Sources that are worked on at once."""
+
+    rows: list[int]
+    """Which texts they are."""
+    sources: list[list[int]]
+    """Their ids."""
+    limits: list[int]
+    """How many tokens each translation may have."""
+
+
+def _batches(
+    sources: list[list[int]], beam: Beam, batch_tokens: int, capped: bool
+) -> Iterator[_Batch]:
+    """The sources that have tokens, those of similar length together."""
     require(
         isinstance(batch_tokens, int) and batch_tokens >= 1,
         f"batch_tokens is how many source tokens are worked on at once, not {batch_tokens!r}.",
     )
-    sources = tokenizer.encode_batch(texts)
-    found = [""] * len(texts)
     rows = [i for i, source in enumerate(sources) if source]
     for batch in by_length([len(sources[i]) for i in rows], batch_tokens // beam.width):
         chosen = [rows[i] for i in batch]
         limits = [beam.max_new_tokens] * len(chosen)
         if capped:
             limits = [len(sources[i]) + EXTRA for i in chosen]
-        ids = _decode(net, [sources[i] for i in chosen], beam, start, max_len, limits)
-        for i, written in zip(chosen, ids, strict=True):
-            found[i] = tokenizer.target.decode(written)
-    return found
+        yield _Batch(chosen, [sources[i] for i in chosen], limits)
 
 
-def _decode(
-    net: Any,
-    sources: Sequence[Sequence[int]],
-    beam: Beam,
-    start: Sequence[int],
-    max_len: int,
-    limits: Sequence[int],
+def _best(
+    net: Any, batch: _Batch, beam: Beam, start: Sequence[int], max_len: int
 ) -> list[list[int]]:
-    memory = encode_sources(net, sources)
-    prompts = [list(start)] * len(sources)
-    if beam.width == 1:  # the same texts, without the book-keeping
-        sampling = Sampling(beam.max_new_tokens, stop=beam.stop, never=beam.never)
-        return decode_batch(net, prompts, sampling, max_len, memory, limits)
-    found = beam_search(net, prompts, beam, max_len, memory, limits)
-    return [hypotheses[0].ids for hypotheses in found]
+    if beam.width > 1:
+        return [found[0].ids for found in _search(net, batch, beam, start, max_len)]
+    # The same texts, without the book-keeping.
+    sampling = Sampling(beam.max_new_tokens, stop=beam.stop, never=beam.never, rules=beam.rules)
+    memory, prompts = encode_sources(net, batch.sources), [list(start)] * len(batch.rows)
+    return decode_batch(net, prompts, sampling, max_len, memory, batch.limits)
+
+
+def _search(
+    net: Any, batch: _Batch, beam: Beam, start: Sequence[int], max_len: int
+) -> list[list[Hypothesis]]:
+    memory, prompts = encode_sources(net, batch.sources), [list(start)] * len(batch.rows)
+    return beam_search(net, prompts, beam, max_len, memory, batch.limits)

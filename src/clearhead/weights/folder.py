@@ -3,6 +3,9 @@ check.
 
 config.json          {"format": "clearhead/1", "family": "gpt2", "config": {...}}
 model.safetensors    every parameter once (aliases are left out)
+
+A model whose linear layers are packed has the format "clearhead/2" and says "form": "int8"; its
+file has their codes and scales (`fast.formats`).
 """
 
 from __future__ import annotations
@@ -23,11 +26,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from clearhead.errors import ClearheadError, require
+from clearhead.fast.form import form_of, packed_tensors, refresh, take_packed
 from clearhead.models.base import Net
 from clearhead.models.family import FamilyConfig, check_depth, family
 from clearhead.weights.convert import NONE, Faults, fill
 
-FORMAT = "clearhead/1"
+FORMAT, PACKED = "clearhead/1", "clearhead/2"
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 LABELS = "labels.json"
 COMPANIONS = ("generation_config.json", "preprocessor_config.json", LABELS)
@@ -62,7 +66,14 @@ def save_model(
         for name, parameter in net.named_parameters(remove_duplicate=False)
         if name not in aliases
     }
-    description = {"format": FORMAT, "family": config.kind, "config": config.to_dict()}
+    description: dict[str, Any] = {
+        "format": FORMAT,
+        "family": config.kind,
+        "config": config.to_dict(),
+    }
+    if packed := packed_tensors(net):
+        tensors |= packed
+        description |= {"format": PACKED, "form": form_of(net)}
     with whole_folder(folder, OWN_FILES) as new:
         save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
         if beside is not None:
@@ -75,24 +86,31 @@ def load_model(folder: str | Path) -> tuple[Net, FamilyConfig]:
     folder = Path(folder)
     description = read_config(folder)
     require(
-        description.get("format") == FORMAT,
+        description.get("format") in (FORMAT, PACKED),
         f"{folder / CONFIG} is not a Clearhead model (its format is {description.get('format')!r}, "
-        f"not {FORMAT!r}).",
+        f"not {FORMAT!r} or {PACKED!r}).",
     )
     config = family(str(description.get("family"))).Config.from_dict(
         description.get("config"), where=f"{folder.name}/{CONFIG}"
     )
     tensors = read_safetensors(folder / WEIGHTS)
     check_depth(config, len(tensors), str(folder / CONFIG))
-    return assemble(config, tensors), config
+    net = config.outline()
+    if description["format"] == PACKED:
+        tensors = take_packed(net, description.get("form"), tensors, str(folder))
+    return _filled(net, tensors), config
 
 
 def assemble(config: FamilyConfig, tensors: dict[str, Tensor], faults: Faults = NONE) -> Net:
     """The network with these tensors as its parameters; made on the meta device, so nothing is
     drawn or copied. `faults` are those of reading the tensors: said with all others.
     """
-    net = config.outline()
+    return _filled(config.outline(), tensors, faults)
+
+
+def _filled(net: Net, tensors: dict[str, Tensor], faults: Faults = NONE) -> Net:
     fill(net, tensors, faults)
+    refresh(net)
     for module in net.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta:

@@ -1,0 +1,50 @@
+"""Fill the masks of a text: the likeliest tokens behind each [MASK].
+
+clearhead fill MODEL "The capital of [MASK] is Paris." Without texts, and without --file, standard
+input is read, a text a line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+
+@dataclass(frozen=True)
+class Args:
+    """What `clearhead fill` takes."""
+
+    model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")]
+    """A run's folder, a model's folder or file, or a hub name."""
+    texts: Annotated[
+        Positional[tuple[str, ...]], arg(metavar="[TEXT ...]", help_behavior_hint="")
+    ] = ()
+    """Texts with masks; none: standard input."""
+    file: str | None = None
+    """A file with a text a line."""
+    best: int = 5
+    """How many tokens a mask, the likeliest first."""
+    json: bool = False
+    """Print an object a mask."""
+
+
+def run(args: Args) -> None:
+    """Load, fill, print."""
+    from clearhead.api import load
+    from clearhead.cli.texts import read_texts, say_json
+
+    texts = read_texts(args.texts, args.file)
+    model = load(args.model)
+    for text in texts:
+        found = model.fill(text, best=args.best)
+        masks = found if isinstance(found[0], list) else [found]
+        for number, candidates in enumerate(masks, 1):
+            if args.json:
+                say_json(text=text, mask=number, candidates=[asdict(one) for one in candidates])
+                continue
+            if len(masks) > 1 or len(texts) > 1:
+                print(f"{text}  [{number}]")
+            for one in candidates:
+                print(f"{one.probability:.3f}  {one.token:<16} {one.text}", flush=True)

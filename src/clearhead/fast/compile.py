@@ -1,0 +1,178 @@
+"""Compiled products: made by LLVM in some tenths of a second, then kept on disk.
+
+LLVM comes with the package llvmlite. Threads are those of the OpenMP library that torch itself has
+loaded: a second pool would fight with torch's over the same cores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from clearhead.errors import require
+
+MISSING = "Fast products take llvmlite, which is not installed: pip install 'clearhead[fast]'."
+_listeners: list[Callable[[str], None]] = []
+
+
+@contextlib.contextmanager
+def told(listener: Callable[[str], None]) -> Any:
+    """Within the block, `listener` is told what is waited for, in a sentence."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+@functools.cache
+def available() -> bool:
+    """Whether products can be compiled here; it imports nothing."""
+    return importlib.util.find_spec("llvmlite") is not None
+
+
+@dataclass(frozen=True)
+class Product:
+    """The compiled functions of one weight format: see `emit.write_module`."""
+
+    run: Any
+    """(x, w, scales, bias, out, m, n, k, threads), addresses and sizes."""
+    unpack: Any
+    """(w, scales, out, n, k)."""
+    owner: Any
+    """What keeps the code in memory."""
+
+
+@functools.cache
+def product(form: str) -> Product:
+    """The compiled product of a weight format."""
+    require(available(), MISSING)
+    import llvmlite
+    from llvmlite import binding as llvm
+
+    from clearhead.fast import emit
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    name, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features()
+    shape = _shape(dict(features))
+    text = emit.write_module(form, shape)
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        cpu=name, features=features.flatten(), opt=3
+    )
+    key = "\n".join((text, name, features.flatten(), machine.triple, llvmlite.__version__))
+    kept = _folder() / f"{form}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.o"
+    return loaded(form, _kept(kept, form, shape, machine))
+
+
+def loaded(form: str, code: bytes) -> Product:
+    """The functions of compiled code."""
+    from llvmlite import binding as llvm
+
+    for symbol, address in _openmp().items():
+        llvm.add_symbol(symbol, address)
+    machine = llvm.Target.from_default_triple().create_target_machine()  # the engine keeps it
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    run, unpack = (engine.get_function_address(form + end) for end in ("", "_unpack"))
+    whole = ctypes.c_int64
+    return Product(
+        ctypes.CFUNCTYPE(None, *[whole] * 9)(run),
+        ctypes.CFUNCTYPE(None, *[whole] * 5)(unpack),
+        engine,
+    )
+
+
+def compiled_code(form: str, shape: Any, machine: Any) -> bytes:
+    """The machine code of a format's functions."""
+    from llvmlite import binding as llvm
+
+    from clearhead.fast.emit import write_module
+
+    module = llvm.parse_assembly(write_module(form, shape))
+    module.verify()
+    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    builder = llvm.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(module, builder)
+    return machine.emit_object(module)
+
+
+def _kept(path: Path, form: str, shape: Any, machine: Any) -> bytes:
+    """The code from disk, or compiled and written there."""
+    with contextlib.suppress(OSError):
+        code = path.read_bytes()
+        if hashlib.sha256(code[:-32]).digest() == code[-32:]:  # whole
+            return code[:-32]
+    for tell in _listeners:
+        tell(f"compiling the {form} product for this processor, once")
+    code = compiled_code(form, shape, machine)
+    with contextlib.suppress(OSError):  # a disk that cannot be written to costs time, no more
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(code + hashlib.sha256(code).digest())
+        os.replace(file.name, path)
+    return code
+
+
+def _shape(features: dict[str, bool]) -> Any:
+    """Vectors and tiles for a processor with these features."""
+    from clearhead.fast.words import Shape
+
+    if features.get("avx512f"):  # 32 registers of 16 numbers
+        return Shape(lanes=16, rows=4, direct=4)
+    return Shape(lanes=8, rows=3, direct=2)  # 16 of 8 (AVX2), or 32 of 4 in pairs (ARM)
+
+
+def _folder() -> Path:
+    """Where compiled code is kept."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("CLEARHEAD_CACHE") or Path(home) / "clearhead") / "code"
+
+
+@functools.cache
+def _openmp() -> dict[str, int]:
+    """Name -> address of the two functions that are needed of OpenMP; 0 where there is none."""
+    from clearhead.fast.emit import FORK, WHO
+
+    for library in _loaded():
+        with contextlib.suppress(OSError, AttributeError):
+            found = ctypes.CDLL(library)
+            return {name: _address(getattr(found, name)) for name in (FORK, WHO)}
+    return {FORK: 0, WHO: 0}
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def _loaded() -> list[str]:
+    """The OpenMP libraries of this process, torch's own first."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:  # another system: threads are not used there
+        return []
+    found = set(re.findall(r"(/\S*lib(?:gomp|iomp5|omp)\S*\.so\S*)", maps))
+    return sorted(found, key=lambda path: ("/torch/" not in path, path))
+
+
+def threads() -> int:
+    """How many threads a product uses: torch's number, or one where there is no OpenMP."""
+    return torch.get_num_threads() if _has_openmp() else 1
+
+
+@functools.cache
+def _has_openmp() -> bool:
+    return all(_openmp().values())

@@ -1,0 +1,330 @@
+"""The products y = x W^T + b as vector instructions, written for LLVM.
+
+At a few rows of x a product is bound by memory: every weight is read once, turned into fp32 and
+multiplied with all rows, whatever it is stored as.
+
+    W [n, k]  a strip of 4 rows      x [m, k]  a tile of some rows
+    group | group | group | ...      group | group | group | ...      sums: rows x 4 vectors
+
+A thread takes whole strips. Up to `Shape.direct` rows of x, weights go from memory straight into
+the sums, which are kept in registers; from there on a strip is unpacked into a buffer of fp32
+first, which stays in the nearest cache while all tiles of x pass over it. What will be needed two
+strips later is asked for in time: without that int8 reaches half of the bandwidth, since a
+processor looks ahead by instructions and not by bytes.
+
+Every row of x goes through the same additions in the same order however many rows there are, so
+that in fp32 a text does not depend on the texts beside it.
+
+A loop in Python through numba was measured, too: its compiler takes vectors of half the width where
+there are wider ones, cannot keep the sums of groups in vectors, and costs half a second at every
+start, against some hundredths for LLVM alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from llvmlite import ir
+
+from clearhead.fast.formats import GROUP
+from clearhead.fast.words import (
+    BYTES,
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    POINTER,
+    VOID,
+    Function,
+    Shape,
+)
+
+STRIP = 4  # rows of W that are worked on together
+PART = 1024  # weights of a row that are worked on at a time, where there are many rows of x
+AHEAD = 2  # strips
+LINE = 64  # bytes that the memory delivers at once
+FORK, WHO = "GOMP_parallel", "omp_get_thread_num"  # of OpenMP, as torch brings it along
+
+
+def write_module(name: str, shape: Shape) -> str:
+    """LLVM's text for one weight format, with two functions.
+
+    <name>(x, w, scales, bias, out, m, n, k, threads)   the product, on so many threads
+    <name>_unpack(w, scales, out, n, k)                       W in fp32
+    """
+    module = ir.Module(name)
+    strips = Function(module, f"{name}_strips", 10, shape, name)
+    strips.write(_strips)
+    worker = Function(module, f"{name}_worker", 1, shape, name)
+    worker.write(lambda f: _worker(f, strips.function))
+    product = Function(module, name, 9, shape, name)
+    product.write(lambda f: _product(f, strips.function, worker.function))
+    Function(module, f"{name}_unpack", 5, shape, name).write(_unpack_all)
+    return str(module)
+
+
+# --- the formats: how a group of weights becomes vectors of fp32 ---
+
+
+def _group(f: Function, address: Any, k: Any) -> list[Any]:
+    """The vectors of the group that starts at weight k of the row at `address`, as they are
+    stored, without their scale.
+    """
+    lanes, start = f.shape.lanes, f.add(address, f.size(k))
+    steps = range(0, GROUP, lanes)
+    words = ir.VectorType(I32, lanes)
+    if f.form == "fp32":
+        return [f.floats(f.add(start, 4 * step)) for step in steps]
+    if f.form == "bf16":  # the upper half of an fp32 number
+        halves = ir.VectorType(I16, lanes)
+        found = [f.b.zext(f.load(f.add(start, 2 * s), halves, 2), words) for s in steps]
+        return [f.b.bitcast(f.b.shl(v, f.spread(16, I32)), f.vector) for v in found]
+    bytes_ = ir.VectorType(I8, lanes)
+    if f.form == "int8":
+        found = [f.b.sext(f.load(f.add(start, s), bytes_, 1), words) for s in steps]
+    else:  # a byte holds weight i of the group's first half and weight i of its second
+        pairs = [
+            f.b.zext(f.load(f.add(start, s), bytes_, 1), words) for s in steps if s < GROUP // 2
+        ]
+        found = [f.b.and_(pair, f.spread(15, I32)) for pair in pairs]
+        found += [f.b.lshr(pair, f.spread(4, I32)) for pair in pairs]
+    return [f.b.sitofp(v, f.vector) for v in found]
+
+
+def _scale(f: Function, scales: Any, index: Any) -> tuple[Any, Any]:
+    """(scale, low) of a group: w = scale * q, and for int4 w = scale * q + low."""
+    address = f.add(scales, f.times(index, 4))
+    if f.form == "int8":
+        return f.everywhere(f.load(address, F32, 4)), None
+    both = f.load(address, I32, 4)  # two numbers of 16 bits
+    scale = f.b.and_(both, ir.Constant(I32, 0xFFFF0000))
+    low = f.b.shl(both, ir.Constant(I32, 16))
+    return f.everywhere(f.b.bitcast(scale, F32)), f.everywhere(f.b.bitcast(low, F32))
+
+
+def _scaled(f: Function) -> bool:
+    return f.form in ("int8", "int4")
+
+
+def _unpack(f: Function, w: Any, scales: Any, out: Any, count: Any, later: Any = None) -> None:
+    """So many weights, whole groups, in fp32; what stands `later` bytes behind is asked for."""
+    with f.loop(f.const(0), count, GROUP) as k:
+        vectors = _group(f, w, k)
+        if _scaled(f):
+            scale, low = _scale(f, scales, f.groups(k))
+            if low is None:
+                vectors = [f.b.fmul(v, scale) for v in vectors]
+            else:
+                vectors = [f.fma(v, scale, low) for v in vectors]
+        for i, v in enumerate(vectors):
+            f.store(v, f.add(out, f.times(f.add(k, i * f.shape.lanes), 4)))
+        if later is not None:
+            _ask_for(f, f.add(w, f.size(k), later), GROUP)
+
+
+def _ask_for(f: Function, start: Any, weights: int) -> None:
+    """Let the memory fetch so many packed weights."""
+    for line in range(0, max(int(weights * BYTES[f.form]), 1), LINE):
+        f.ask_for(f.add(start, line))
+
+
+# --- tiles ---
+
+
+@dataclass(frozen=True)
+class _Strip:
+    """Four rows of W, or a part of their length."""
+
+    w: Any
+    """Where its weights start."""
+    scales: Any
+    """Where its scales start."""
+    n: Any
+    """Its first row."""
+    row: Any
+    """Weights from the start of a row to that of the next."""
+    first: Any
+    """Where the part begins in a row of x."""
+    last: Any
+    """One past its end."""
+    kept: Any = None
+    """Where accumulators stay between the parts; None: there is one part."""
+
+
+def _tile(f: Function, form: str, rows: int, m: Any, strip: _Strip) -> None:
+    """out[m + i, n + j] = x[m + i] . W[n + j] + bias, for `rows` i and the 4 j of a strip."""
+    x, bias, out, width, depth = (f.args[i] for i in (0, 3, 4, 6, 7))
+    f = f.reading(form)
+    xs_at = [
+        f.add(x, f.times(f.add(f.times(f.add(m, i), depth), strip.first), 4)) for i in range(rows)
+    ]
+    ws_at = [f.add(strip.w, f.size(f.times(strip.row, j))) for j in range(STRIP)]
+    sums = [[f.variable(f.vector) for _ in range(STRIP)] for _ in range(rows)]
+    kept = None
+    if strip.kept is not None:
+        kept = f.add(strip.kept, f.times(m, 4 * STRIP * f.shape.lanes))
+        with f.b.if_then(f.b.icmp_signed(">", strip.first, f.const(0))):
+            _keep(f, sums, kept, back=True)
+    with f.loop(f.const(0), f.b.sub(strip.last, strip.first), GROUP) as k:
+        steps = [4 * step for step in range(0, GROUP, f.shape.lanes)]
+        xs = [[f.floats(f.add(row, f.times(k, 4), step)) for step in steps] for row in xs_at]
+        totals = [_sum(f, parts) if form == "int4" else None for parts in xs]
+        for j in range(STRIP):
+            ws, scale = _group(f, ws_at[j], k), (None, None)
+            if _scaled(f):
+                scale = _scale(f, strip.scales, f.add(f.times(f.groups(strip.row), j), f.groups(k)))
+            for i in range(rows):
+                _accumulate(f, sums[i][j], list(zip(ws, xs[i], strict=True)), scale, totals[i])
+        if strip.kept is None:
+            _look_ahead(f, strip, k)
+    if kept is None:
+        _finish(f, sums, m, strip, (bias, out, width))
+        return
+    with f.b.if_else(f.b.icmp_signed("<", strip.last, depth)) as (more, done):
+        with more:
+            _keep(f, sums, kept, back=False)
+        with done:
+            _finish(f, sums, m, strip, (bias, out, width))
+
+
+def _look_ahead(f: Function, strip: _Strip, k: Any) -> None:
+    """Ask for as many weights of a later strip as are worked on now; strips lie in a row."""
+    whole = f.times(strip.row, STRIP)
+    _ask_for(
+        f, f.add(strip.w, f.size(f.add(f.times(whole, AHEAD), f.times(k, STRIP)))), STRIP * GROUP
+    )
+    if _scaled(f):
+        later = f.times(f.groups(f.add(f.times(whole, AHEAD), f.times(k, STRIP))), 4)
+        f.ask_for(f.add(strip.scales, later))
+
+
+def _finish(f: Function, sums: list[Any], m: Any, strip: _Strip, ends: tuple[Any, ...]) -> None:
+    """The lanes of all accumulators summed, and written."""
+    bias, out, width = ends
+    for j in range(STRIP):
+        column = f.add(strip.n, j)
+        start = f.load(f.add(bias, f.times(column, 4)), F32, 4)
+        for i, row in enumerate(sums):
+            total = f.b.fadd(f.total(f.b.load(row[j], typ=f.vector)), start)
+            place = f.add(f.times(f.add(m, i), width), column)
+            f.store(total, f.add(out, f.times(place, 4)))
+
+
+def _keep(f: Function, sums: list[Any], kept: Any, back: bool) -> None:
+    """The accumulators of a tile to memory, from one part of a strip to the next, or back."""
+    for number, place in enumerate(place for row in sums for place in row):
+        address = f.add(kept, 4 * f.shape.lanes * number)
+        if back:
+            f.b.store(f.floats(address), place)
+        else:
+            f.store(f.b.load(place, typ=f.vector), address)
+
+
+def _sum(f: Function, vectors: list[Any]) -> Any:
+    total = vectors[0]
+    for vector in vectors[1:]:
+        total = f.b.fadd(total, vector)
+    return total
+
+
+def _accumulate(
+    f: Function, place: Any, pairs: list[Any], scale: tuple[Any, Any], total: Any
+) -> None:
+    """sum += scale * (w_1 x_1 + ...) + low * (x_1 + ...), lane by lane."""
+    factor, low = scale
+    before = f.b.load(place, typ=f.vector)
+    part = before if factor is None else None
+    for w, x in pairs:
+        part = f.b.fmul(w, x) if part is None else f.fma(w, x, part)
+    if factor is not None:
+        part = f.fma(part, factor, before)
+    f.b.store(part if low is None else f.fma(low, total, part), place)
+
+
+# --- the functions ---
+
+
+def _strips(f: Function) -> None:
+    """The product for the strips from `first` to before `last`."""
+    _, w, scales, _, _, m, n, k, first, last = f.args
+    buffer = f.b.ptrtoint(f.b.alloca(F32, f.const(STRIP * PART)), I64)
+    kept = f.b.ptrtoint(f.b.alloca(F32, f.times(m, STRIP * f.shape.lanes)), I64)
+    with f.loop(first, last) as number:
+        # The last strip may overlap the one before: what both write is the same.
+        end = f.add(n, -STRIP)
+        row = f.times(number, STRIP)
+        row = f.b.select(f.b.icmp_signed("<", row, end), row, end)
+        start = f.times(row, k)
+        own = f.add(w, f.size(start)), f.add(scales, f.times(f.groups(start), 4))
+        strip = _Strip(*own, row, k, f.const(0), k)
+        cases = {
+            rows: partial(_tile, f, f.form, rows, f.const(0), strip)
+            for rows in range(1, f.direct + 1)
+        }
+        f.choose(m, cases, lambda: _parts(f, strip, buffer, kept))
+
+
+def _parts(f: Function, strip: _Strip, buffer: Any, kept: Any) -> None:
+    """All rows of x over a strip, part by part, so that both stay in the nearest cache."""
+    with f.loop(f.const(0), strip.row, PART) as first:
+        last = f.add(first, PART)
+        last = f.b.select(f.b.icmp_signed("<", last, strip.row), last, strip.row)
+        if f.form == "fp32":
+            w = f.add(strip.w, f.times(first, 4))
+            part = _Strip(w, strip.scales, strip.n, strip.row, first, last, kept)
+        else:
+            later = f.size(f.times(strip.row, STRIP * AHEAD))
+            for j in range(STRIP):
+                at = f.add(f.times(strip.row, j), first)
+                own = f.add(strip.w, f.size(at)), f.add(strip.scales, f.times(f.groups(at), 4))
+                to = f.add(buffer, 4 * j * PART)
+                _unpack(f, *own, to, f.b.sub(last, first), later)
+            part = _Strip(buffer, strip.scales, strip.n, f.const(PART), first, last, kept)
+        _tiles(f, part)
+
+
+def _tiles(f: Function, part: _Strip) -> None:
+    """All rows of x over a part of a strip, in fp32."""
+    m, rows = f.args[5], f.shape.rows
+    left = f.b.srem(m, f.const(rows))
+    whole = f.b.sub(m, left)
+    with f.loop(f.const(0), whole, rows) as row:
+        _tile(f, "fp32", rows, row, part)
+    cases = {rest: partial(_tile, f, "fp32", rest, whole, part) for rest in range(1, rows)}
+    f.choose(left, cases, lambda: None)
+
+
+def _count(f: Function, n: Any) -> Any:
+    return f.b.sdiv(f.add(n, STRIP - 1), f.const(STRIP))
+
+
+def _product(f: Function, strips: ir.Function, worker: ir.Function) -> None:
+    """On this thread alone, or through OpenMP."""
+    threads, given = f.args[8], f.args[:8]
+    with f.b.if_else(f.b.icmp_signed("<=", threads, f.const(1))) as (alone, together):
+        with alone:
+            f.b.call(strips, [*given, f.const(0), _count(f, f.args[6])])
+        with together:
+            shared = f.b.ptrtoint(f.b.alloca(I64, f.const(9)), I64)
+            for i, value in enumerate(f.args):
+                f.b.store(value, f.b.inttoptr(f.add(shared, 8 * i), POINTER))
+            fork = f.outside(FORK, VOID, [POINTER, I64, I32, I32])
+            count = f.b.trunc(threads, I32)
+            f.b.call(fork, [worker, shared, count, ir.Constant(I32, 0)])
+
+
+def _worker(f: Function, strips: ir.Function) -> None:
+    """The part of one thread."""
+    *given, threads = (f.load(f.add(f.args[0], 8 * i), I64, 8) for i in range(9))
+    number = f.b.sext(f.b.call(f.outside(WHO, I32, []), []), I64)
+    count = _count(f, given[6])
+    first, last = (f.b.sdiv(f.times(count, f.add(number, i)), threads) for i in (0, 1))
+    f.b.call(strips, [*given, first, last])
+
+
+def _unpack_all(f: Function) -> None:
+    w, scales, out, n, k = f.args
+    _unpack(f, w, scales, out, f.times(n, k))

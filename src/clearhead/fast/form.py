@@ -1,0 +1,242 @@
+"""The run-time form of a network: the same modules, with packed linear layers in place of its own.
+
+It shares with the original what it can: all of its taps, and every tensor that is not packed, so
+the fp32 form costs no memory and follows what the original learns. Everything that a network can do
+(`encode`, `decode`, `new_cache`, `states`, `at_rest`) it does as before, whatever its family.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from clearhead.errors import ClearheadError, did_you_mean, require
+from clearhead.fast import compile as compiled
+from clearhead.fast.formats import FORMS, GROUP, Form, pack, stored_as
+from clearhead.fast.linear import FastEmbedding, FastLinear
+from clearhead.fast.rounding import round_to_int4, second_moments
+from clearhead.models.base import Net
+from clearhead.tap import taps
+
+WORTH = 10_000_000  # weights in linear layers; a smaller model is read from the cache anyway
+PACKED = ("weight", "scales")
+_Layer = tuple[str, Form, tuple[Tensor, Tensor]]  # name, form, weight and scales
+
+
+@torch.no_grad()
+def make_fast(net: Net, form: Form, text: Tensor | None = None) -> Net:
+    """A network that runs on this form of the weights.
+
+    On other devices than a CPU it is the network itself. Without llvmlite the packed forms run by
+    unpacking, which saves memory and no time. `text`, ids that a decoder may see, makes int4 better
+    (`rounding`).
+    """
+    _check(net, form)
+    if any(parameter.device.type != "cpu" for parameter in net.parameters()):
+        return net
+    new = _sharing_copy(net)
+    tables = _tied_tables(new) if form != "fp32" else {}
+    layers = dict(_linears(new))
+    packed = _rounded(net, layers, text) if form == "int4" and text is not None else iter(())
+    packed = itertools.chain(packed, _packed(layers, form))
+    for name, own, (weight, scales) in packed:
+        linear = layers.pop(name, None)
+        if linear is None:  # done already, in a better way
+            continue
+        fast = FastLinear(own, linear.in_features, weight, scales, linear.bias)
+        new.set_submodule(name, fast)
+        for table in tables.get(f"{name}.weight", ()):
+            new.set_submodule(table, FastEmbedding(fast))
+    if form != "fp32":
+        new.ties = ()
+    return new.eval()
+
+
+def _packed(layers: dict[str, nn.Linear], form: Form) -> Iterator[_Layer]:
+    """Every layer in its form."""
+    for name, linear in list(layers.items()):
+        own, weight = _own_form(name, form), linear.weight
+        if name in layers:
+            none = weight.new_empty(len(weight), 0)
+            yield name, own, (weight, none) if own == "fp32" else pack(weight, own)
+
+
+def _rounded(net: Net, layers: dict[str, nn.Linear], text: Tensor) -> Iterator[_Layer]:
+    """The layers of int4, rounded for this text."""
+    ours = dict(_linears(net))
+    chosen = [
+        (name, ours[name])
+        for name in layers
+        if _own_form(name, "int4") == "int4" and ours[name].in_features % GROUP == 0
+    ]
+    for name, moments in second_moments(net, chosen, text):
+        if moments.any():  # not of a layer that this text does not come to
+            yield name, "int4", round_to_int4(ours[name].weight, moments)
+
+
+def form_of(net: nn.Module) -> Form | None:
+    """The form of a network's linear layers; None: they are torch's own."""
+    found = [module.form for module in net.modules() if isinstance(module, FastLinear)]
+    return min(found, key=lambda form: -FORMS.index(form)) if found else None
+
+
+def worth_it(net: Net) -> bool:
+    """Whether the fp32 form of this network would be quicker: it is on a CPU, in fp32, large, not
+    yet fast, and nobody listens by torch's own hooks, which belong to the modules they are on.
+    """
+    if not compiled.available() or not _on_cpu(net):
+        return False
+    count = 0
+    for module in net.modules():
+        if isinstance(module, FastLinear) or module._forward_hooks or module._forward_pre_hooks:
+            return False
+        count += module.weight.numel() if type(module) is nn.Linear else 0
+    return count >= WORTH
+
+
+class Quick:
+    """Gives the fp32 form of a network where that is quicker, else the network itself. It is made
+    once, and again when the network's tensors are others.
+    """
+
+    def __init__(self) -> None:
+        self._made: tuple[Net, tuple[int, ...], Net] | None = None
+
+    def __call__(self, net: Net) -> Net:
+        if not worth_it(net):
+            return net
+        now = tuple(parameter.data_ptr() for parameter in net.parameters())
+        if self._made is None or self._made[0] is not net or self._made[1] != now:
+            self._made = net, now, make_fast(net, "fp32")
+        return self._made[2]
+
+
+def count_weights(net: nn.Module) -> int:
+    """How many numbers a network has, packed ones too."""
+    packed = [m for m in net.modules() if isinstance(m, FastLinear) and m.form != "fp32"]
+    plain = sum(parameter.numel() for parameter in net.parameters())
+    return plain + sum(module.in_features * module.out_features for module in packed)
+
+
+def packed_tensors(net: nn.Module) -> dict[str, Tensor]:
+    """Name -> what is to be saved beside the parameters."""
+    return {
+        f"{name}.{part}": getattr(module, part)
+        for name, module in net.named_modules()
+        if isinstance(module, FastLinear) and module.form != "fp32"
+        for part in PACKED
+        if getattr(module, part) is not None
+    }
+
+
+def take_packed(
+    net: Net, form: object, tensors: dict[str, Tensor], where: str
+) -> dict[str, Tensor]:
+    """Give a network its packed layers from the tensors of a file; returns the tensors that are
+    left, for its parameters.
+    """
+    require(
+        form in FORMS[1:],
+        f"{where} has weights in the form {form!r:.40}, which this version does not know; it knows "
+        f"{', '.join(FORMS[1:])}.",
+    )
+    left, tables = dict(tensors), _tied_tables(net)
+    for name, linear in _linears(net):
+        own = _own_form(name, form)  # type: ignore[arg-type]
+        n, k = linear.out_features, linear.in_features
+        found = {
+            part: _taken(left, f"{name}.{part}", *wanted, where)
+            for part, wanted in stored_as(own, n, k).items()
+        }
+        scales = found.get("scales", torch.empty(n, 0))
+        fast = FastLinear(own, k, found["weight"], scales, linear.bias)
+        net.set_submodule(name, fast)
+        for table in tables.get(f"{name}.weight", ()):
+            net.set_submodule(table, FastEmbedding(fast))
+    net.ties = ()
+    net.requires_grad_(False)
+    return left
+
+
+def refresh(net: nn.Module) -> None:
+    """Let all packed layers look again where their tensors are."""
+    for module in net.modules():
+        if isinstance(module, FastLinear):
+            module.refresh()
+
+
+# --- parts ---
+
+
+def _check(net: Net, form: str) -> None:
+    require(
+        form in FORMS,
+        f'There is no form "{form}".{did_you_mean(str(form), FORMS)} Known: {", ".join(FORMS)}.',
+    )
+    require(
+        not any(parameter.is_meta for parameter in net.parameters()),
+        'A model on the meta device has no weights to pack: build it without device="meta".',
+    )
+    had = form_of(net)
+    if had not in (None, "fp32", form):
+        raise ClearheadError(
+            f"This model's weights are {had} already, and what was rounded away does not come "
+            "back: start from the model that they were made from."
+        )
+
+
+def _own_form(name: str, form: Form) -> Form:
+    """The form of one layer: the head keeps more bits than the rest."""
+    if form == "int4" and name.split(".")[0] == "head":
+        return "int8"
+    return form
+
+
+def _sharing_copy(net: Net) -> Net:
+    """The same modules anew, around the same tensors and the same taps."""
+    shared: dict[int, object] = {id(tap): tap for tap in taps(net).values()}
+    for parameter in net.parameters():
+        shared[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
+    shared |= {id(buffer): buffer for buffer in net.buffers()}
+    return copy.deepcopy(net, shared)
+
+
+def _linears(net: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    for name, module in list(net.named_modules()):
+        if type(module) is nn.Linear:
+            yield name, module
+
+
+def _tied_tables(net: Net) -> dict[str, list[str]]:
+    """Weight of a linear layer -> the token tables that are the same matrix."""
+    slots = dict(net.named_parameters(remove_duplicate=False))
+    linears = [f"{name}.weight" for name, _ in _linears(net)]
+    tables = [name for name, part in net.named_modules() if type(part) is nn.Embedding]
+    return {
+        name: [table for table in tables if slots[f"{table}.weight"] is slots[name]]
+        for name in linears
+    }
+
+
+def _taken(
+    tensors: dict[str, Tensor], name: str, kind: torch.dtype, shape: tuple[int, ...], where: str
+) -> Tensor:
+    """A tensor out of a file's, if it is there and as it must be."""
+    tensor = tensors.pop(name, None)
+    if tensor is None:
+        raise ClearheadError(f"{where}: the packed weights of {name} are missing.")
+    require(
+        tensor.dtype == kind and tuple(tensor.shape) == tuple(shape),
+        f"{where}: {name} is {tensor.dtype} of shape {tuple(tensor.shape)}, and must be {kind} of "
+        f"shape {tuple(shape)}.",
+    )
+    return tensor
+
+
+def _on_cpu(net: nn.Module) -> bool:
+    first = next(net.parameters(), None)
+    return first is not None and first.device.type == "cpu" and first.dtype == torch.float32

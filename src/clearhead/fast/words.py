@@ -1,0 +1,169 @@
+"""A function for LLVM under construction: the few phrases that the products are written in."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+
+from clearhead.fast.formats import GROUP
+
+F32, I8, I16, I32, I64 = ir.FloatType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))
+POINTER, VOID = ir.PointerType(), ir.VoidType()
+BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}  # of a weight
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What suits a processor."""
+
+    lanes: int
+    """fp32 numbers in a vector register."""
+    rows: int
+    """Rows of x in a tile: rows x 4 accumulators, and what they are made of, fit the registers."""
+    direct: int
+    """Up to so many rows of x, packed weights are not unpacked into a buffer first."""
+
+
+class Function:
+    """One function under construction, and the few phrases that all of them are made of.
+
+    All arguments are whole numbers of 64 bits, addresses too.
+    """
+
+    def __init__(
+        self, module: ir.Module, name: str, arguments: int, shape: Shape, form: str
+    ) -> None:
+        self.function = ir.Function(module, ir.FunctionType(VOID, [I64] * arguments), name)
+        self.module, self.shape, self.form = module, shape, form
+        self.args = list(self.function.args)
+        self.b = ir.IRBuilder(self.function.append_basic_block("entry"))
+        self.vector = ir.VectorType(F32, shape.lanes)
+
+    def write(self, body: Callable[[Function], None]) -> None:
+        body(self)
+        self.b.ret_void()
+
+    # -- numbers and memory
+
+    def const(self, value: int) -> ir.Constant:
+        return ir.Constant(I64, value)
+
+    def spread(self, value: float, kind: ir.Type = F32) -> ir.Constant:
+        """A constant in all lanes."""
+        return ir.Constant(ir.VectorType(kind, self.shape.lanes), [value] * self.shape.lanes)
+
+    def add(self, *terms: Any) -> Any:
+        total = terms[0]
+        for term in terms[1:]:
+            total = self.b.add(total, self.const(term) if isinstance(term, int) else term)
+        return total
+
+    def times(self, value: Any, factor: Any) -> Any:
+        return self.b.mul(value, self.const(factor) if isinstance(factor, int) else factor)
+
+    def size(self, count: Any) -> Any:
+        """The bytes of so many packed weights."""
+        if self.form == "int4":
+            return self.b.lshr(count, self.const(1))
+        return self.times(count, int(BYTES[self.form]))
+
+    def groups(self, count: Any) -> Any:
+        """The groups of so many weights."""
+        return self.b.lshr(count, self.const(GROUP.bit_length() - 1))
+
+    @property
+    def direct(self) -> int:
+        """Up to so many rows of x a strip is read from where it is."""
+        return self.shape.rows if self.form == "fp32" else self.shape.direct
+
+    def reading(self, form: str) -> Function:
+        """The same function, which now takes its weights for some of this form."""
+        new = copy.copy(self)
+        new.form = form
+        return new
+
+    def load(self, address: Any, kind: ir.Type, align: int) -> Any:
+        return self.b.load(self.b.inttoptr(address, POINTER), typ=kind, align=align)
+
+    def store(self, value: Any, address: Any) -> None:
+        self.b.store(value, self.b.inttoptr(address, POINTER), align=4)
+
+    def floats(self, address: Any) -> Any:
+        return self.load(address, self.vector, 4)
+
+    def ask_for(self, address: Any) -> None:
+        """Let the memory fetch a line of which nothing is needed yet; any address is allowed."""
+        call = self.outside("llvm.prefetch.p0", VOID, [POINTER, I32, I32, I32])
+        read, near, data = (ir.Constant(I32, value) for value in (0, 3, 1))
+        self.b.call(call, [self.b.inttoptr(address, POINTER), read, near, data])
+
+    # -- vectors
+
+    def fma(self, x: Any, y: Any, z: Any) -> Any:
+        kind = self.vector
+        call = self.outside(f"llvm.fma.v{self.shape.lanes}f32", kind, [kind, kind, kind])
+        return self.b.call(call, [x, y, z])
+
+    def total(self, vector: Any) -> Any:
+        """The sum of all lanes, in whatever order is quickest."""
+        name = f"llvm.vector.reduce.fadd.v{self.shape.lanes}f32"
+        call = self.outside(name, F32, [F32, self.vector])
+        return self.b.call(call, [ir.Constant(F32, 0.0), vector], fastmath=("fast",))
+
+    def everywhere(self, value: Any) -> Any:
+        """A number in all lanes."""
+        empty = ir.Constant(self.vector, ir.Undefined)
+        first = self.b.insert_element(empty, value, ir.Constant(I32, 0))
+        return self.b.shuffle_vector(first, empty, self.spread(0, I32))
+
+    def variable(self, kind: ir.Type, value: Any = None) -> Any:
+        """A place for a number; LLVM makes a register of it."""
+        with self.b.goto_entry_block():
+            place = self.b.alloca(kind)
+        self.b.store(ir.Constant(kind, None) if value is None else value, place)
+        return place
+
+    # -- loops and choices
+
+    def choose(
+        self, value: Any, cases: Mapping[int, Callable[[], None]], other: Callable[[], None]
+    ) -> None:
+        """What stands beside the value, or the other."""
+        done, otherwise = (self.function.append_basic_block() for _ in range(2))
+        choice = self.b.switch(value, otherwise)
+        for case, write in cases.items():
+            block = self.function.append_basic_block()
+            choice.add_case(self.const(case), block)
+            self.b.position_at_end(block)
+            write()
+            self.b.branch(done)
+        self.b.position_at_end(otherwise)
+        other()
+        self.b.branch(done)
+        self.b.position_at_end(done)
+
+    @contextmanager
+    def loop(self, first: Any, last: Any, step: int = 1) -> Iterator[Any]:
+        """For i from `first` to before `last`."""
+        counter = self.variable(I64, first)
+        head, body, done = (self.function.append_basic_block() for _ in range(3))
+        self.b.branch(head)
+        self.b.position_at_end(head)
+        i = self.b.load(counter, typ=I64)
+        self.b.cbranch(self.b.icmp_signed("<", i, last), body, done)
+        self.b.position_at_end(body)
+        yield i
+        self.b.store(self.add(i, step), counter)
+        self.b.branch(head)
+        self.b.position_at_end(done)
+
+    def outside(self, name: str, result: ir.Type, arguments: list[ir.Type]) -> ir.Function:
+        """A function of LLVM's, or of OpenMP's."""
+        if name in self.module.globals:
+            return self.module.globals[name]
+        return ir.Function(self.module, ir.FunctionType(result, arguments), name)
