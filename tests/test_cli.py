@@ -33,6 +33,7 @@ VERBS = [
     "show",
     "import",
     "export",
+    "bench",
     "quantise",
 ]
 

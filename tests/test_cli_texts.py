@@ -167,6 +167,25 @@ def test_texts_are_written_as_the_model_writes_them(models, capsys, monkeypatch)
     assert several == f"--- 1\nthe cat{both[0]}\n--- 2\nthe cat{both[1]}\n"
 
 
+def test_what_came_with_the_model_holds_in_the_shell(models, capsys, tmp_path):
+    model = ch.load(models["generate"])
+    ours = {"do_sample": True, "top_k": 1, "max_new_tokens": 7}
+    model.companions["generation_config.json"] = ours
+    model.save(tmp_path / "own")
+    words = ("generate", str(tmp_path / "own"), "the cat", "--seed", "1")
+    best = model.generate("the cat", max_new_tokens=7)
+    assert said(capsys, *words) == f"the cat{best}\n"
+    assert said(capsys, *words, "--max-new-tokens", "9", "--top-k", "0") != f"the cat{best}\n"
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_standard_input_that_is_no_text(models, capsys, monkeypatch, errors):
+    given = io.TextIOWrapper(io.BytesIO(b"the cat\n\xff\xfe\n"), encoding="utf-8", errors=errors)
+    monkeypatch.setattr("sys.stdin", given)
+    assert main(["embed", str(models["embed"])]) == 2
+    assert "Standard input is not UTF-8" in capsys.readouterr().err
+
+
 def test_other_settings_of_generate(models, capsys, tmp_path):
     folder = str(models["generate"])
     model = ch.load(folder)
@@ -205,6 +224,9 @@ def test_the_speed_and_a_full_context_are_said_on_the_side(models, capsys, monke
         (["generate", "generate", "a", "--file", "b"], "given twice"),
         (["generate", "generate", "a", "--set", "schema=none.json"], "no file with a JSON schema"),
         (["fill", "fill", "no mask here"], "There is no mask"),
+        (["translate", "translate", "a", "--beams", "0"], "1 or more, not 0"),
+        (["embed", "embed", "a", "--out", "none/a.npy"], "in a folder that is there"),
+        (["embed", "embed", "a", "--out", "."], "name a file"),
         (["translate", "embed", "a"], "Translating takes an encoder-decoder"),
     ],
 )

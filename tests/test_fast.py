@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -411,3 +413,88 @@ def test_the_loss_of_a_trained_model_changes_little(form, most):
     small = model.fast(form)
     before, after = (-torch.cat([m.score(text) for text in texts]).mean() for m in (model, small))
     assert abs(float(after / before) - 1) < most
+
+
+# --- what addresses alone must not decide ---
+
+
+def test_a_wrong_width_or_device_never_comes_to_the_product():
+    layer = FastLinear("fp32", 32, *pack(torch.randn(8, 32), "fp32"), None)
+    with pytest.raises(RuntimeError):
+        layer(torch.zeros(1, 64))
+    assert layer(torch.zeros(1, 32, device="meta")).is_meta
+
+
+def test_numbers_beside_packed_weights_are_fp32():
+    """Biases of another type would be read as what they are not."""
+    net = ch.build(
+        "llama",
+        seed=0,
+        vocab_size=64,
+        d_model=32,
+        n_layers=2,
+        n_heads=4,
+        max_len=64,
+        variant={"qkv_bias": True},
+        head={"kind": "lm", "tied": True},
+    ).net.eval()
+    noisy(net, 0.1)
+    half = copy.deepcopy(net).bfloat16()
+    fast = make_fast(half, "int8")
+    assert {p.dtype for p in fast.parameters()} == {torch.float32}
+    ids = torch.arange(8)[None]
+    slow = make_fast(copy.deepcopy(half).float(), "int8")
+    torch.testing.assert_close(fast(ids), slow(ids))
+    assert next(half.parameters()).dtype == torch.bfloat16
+
+
+def test_a_form_of_a_form_and_copies_follow_their_own_weights():
+    net = ch.build("gpt2", seed=0, **SIZES).net.eval()
+    first = make_fast(net, "fp32")
+    assert form_of(make_fast(first, "int8")) == "int8"
+    twin = copy.deepcopy(first)
+    layer = next(m for m in twin.modules() if isinstance(m, FastLinear))
+    assert layer.tensors[0].data_ptr() == layer.weight.data_ptr()
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_damaged_weights_are_not_rounded_to_sound_ones(form):
+    net = ch.build("gpt2", seed=0, **SIZES).net
+    net.stack.blocks[0].ffn.in_proj.weight.data[0, 0] = torch.nan
+    with pytest.raises(ch.ClearheadError, match=r"blocks\.0\.ffn\.in_proj are not all numbers"):
+        make_fast(net, form)
+
+
+def test_ties_that_are_not_the_heads_stay(tmp_path):
+    head = {"kind": "t5_lm", "tied": False, "scaled": False}
+    sizes = {"vocab_size": 64, "d_model": 32, "n_layers": 1, "n_heads": 4, "max_len": 32}
+    model = ch.build("t5", seed=0, head=head, **sizes)
+    fast = model.fast("int8")
+    fast.save(tmp_path / "m")
+    ids = torch.arange(8)[None]
+    torch.testing.assert_close(ch.load(tmp_path / "m")(ids, ids), fast(ids, ids))
+
+
+def test_packed_weights_are_not_exported(tmp_path):
+    sizes = {"vocab_size": 64, "d_model": 32, "n_layers": 1, "n_heads": 4, "max_len": 32}
+    model = ch.build("gpt2", seed=0, **sizes)
+    with pytest.raises(ch.ClearheadError, match="int8 of our own kind"):
+        ch.export(model.fast("int8"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_fewer_threads_than_asked_for_do_all_the_work():
+    """OpenMP may give fewer, by a limit from outside."""
+    code = (
+        "import torch; torch.set_num_threads(2)\n"
+        "from clearhead.fast.formats import pack\n"
+        "from clearhead.fast.linear import FastLinear\n"
+        "w, x = torch.randn(512, 512), torch.randn(1, 512)\n"
+        "layer = FastLinear('fp32', 512, *pack(w, 'fp32'), None)\n"
+        "torch.testing.assert_close(layer(x), x @ w.T, rtol=1e-3, atol=1e-3)"
+    )
+    limits = {"OMP_THREAD_LIMIT": "1", "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | limits, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

@@ -139,6 +139,13 @@ def test_settings_that_mean_nothing(settings, said):
         Sampling(**settings)
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-50, 5e-324])
+def test_hardly_any_temperature_is_the_best_token(temperature):
+    logits = torch.tensor([[1.0, 5.0, 2.0, -torch.inf]])
+    assert probabilities(logits, temperature).tolist() == [[0.0, 1.0, 0.0, 0.0]]
+    assert choose(logits, temperature).tolist() == [1]
+
+
 def test_nothing_is_drawn_at_temperature_0():
     with pytest.raises(ClearheadError, match="nothing is drawn"):
         probabilities(torch.zeros(1, 3), temperature=0.0)

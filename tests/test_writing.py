@@ -20,6 +20,7 @@ import reference
 import tiny
 from clearhead.errors import ClearheadError
 from clearhead.generate.batch import decode_batch, decode_steps, encode_sources
+from clearhead.generate.beam import beam_search
 from clearhead.generate.decode import Sampling, decode_tokens
 from clearhead.generate.options import read_options
 from clearhead.generate.prefix import Prefixes
@@ -320,12 +321,38 @@ def test_why_a_text_ended(tokenizer):
     least = model.generate("the", max_new_tokens=12, min_new_tokens=8, details=True)
     assert len(least.ids) >= 8
     assert stop not in least.ids[:8]
-    text = free.text[3:5]
+    long = model.generate("the", max_new_tokens=12, min_new_tokens=12)
+    text = long[3:5]
     cut = model.generate("the", max_new_tokens=12, stop=text, details=True, min_new_tokens=12)
-    assert (cut.end == "string") == (text in model.generate("the", min_new_tokens=12))
+    assert (cut.end, cut.text) == ("string", long[: long.find(text)])
     source = build(tokenizer, "transformer", max_len=10)
     source.companions["generation_config.json"] = {"decoder_start_token_id": 1}
-    assert source.generate("the", max_new_tokens=50, details=True).end == "positions"
+    for way in ({}, {"beams": 2}):
+        assert source.generate("the", max_new_tokens=50, details=True, **way).end == "positions"
+        assert source.generate("the", max_new_tokens=9, details=True, **way).end == "limit"
+
+
+@pytest.mark.parametrize(
+    "way", [{}, {"temperature": 1.0}, {"beams": 2}, {"look_up": True}], ids=str
+)
+def test_outputs_that_are_no_numbers_are_told_whenever_they_come(tokenizer, way):
+    model = build(tokenizer, head={"kind": "lm", "tied": False})
+    settings = {"max_new_tokens": 6, "begin_with": "do"}
+    model.generate("the cat", **settings, **way)
+    with torch.no_grad():
+        model.net.embed.tokens.weight[tokenizer.id("o")] = math.nan  # not in the prompt
+    with pytest.raises(ClearheadError, match="not numbers"):
+        model.generate("the cat", **settings, **way)
+
+
+@pytest.mark.parametrize(
+    "way", [{}, {"temperature": 1.0}, {"beams": 2}, {"look_up": True}, {"contrast": 0.5}], ids=str
+)
+def test_what_is_banned_is_not_written_even_if_nothing_is_left(tokenizer, way):
+    model, ids = build(tokenizer), range(tokenizer.vocab_size)
+    with pytest.raises(ClearheadError, match="No token may come next"):
+        model.generate("the", banned=list(ids), max_new_tokens=4, **way)
+    model.generate("the", banned=list(ids[1:]), max_new_tokens=4, **way)
 
 
 # --- stop strings
@@ -476,6 +503,30 @@ def test_what_was_read_is_not_read_again(tokenizer):
     assert len(model.prefixes) == 1
 
 
+def test_what_was_read_under_a_patch_is_not_remembered(tokenizer):
+    model, prompt = build(tokenizer), "the cat sat on the mat"
+    settings = {"max_new_tokens": 8, "remember": True}
+    plain = model.generate(prompt, max_new_tokens=8)
+    changes = {"blocks.0.ffn.hidden": lambda x: -3 * x}
+    with ch.patch(model.net, changes):
+        patched = model.generate(prompt, **settings)
+        assert len(model.prefixes) == 0
+    assert patched != plain
+    assert model.generate(prompt, **settings) == plain
+    assert len(model.prefixes) == 1
+    with ch.patch(model.net, changes):  # nor is what is known taken for what is patched
+        assert model.generate(prompt, **settings) == patched
+
+
+def test_weights_that_were_loaded_in_inference_mode(tokenizer, tmp_path):
+    model, prompts = build(tokenizer), ["the cat sat on", "the cat sat a"]
+    model.save(tmp_path / "model")
+    with torch.inference_mode():
+        loaded = ch.load(tmp_path / "model")
+    settings = {"max_new_tokens": 6}
+    assert loaded.generate(prompts, **settings) == model.generate(prompts, **settings)
+
+
 def test_the_store_keeps_what_was_used_last():
     net = tiny.tiny("gpt2")
     each = 12 * 2 * 2 * 2 * 4 * 4  # tokens, layers, keys and values, heads, width, bytes
@@ -590,6 +641,29 @@ def test_a_banned_word_of_the_call_joins_those_of_the_model(tokenizer):
     assert set(text) & {"t", "e", "h"}
 
 
+def test_ends_that_the_vocabulary_does_not_have_do_no_harm(tokenizer):
+    model = build(tokenizer)
+    model.companions["generation_config.json"] = {"eos_token_id": [2, 5000, -1]}
+    one = model.generate("the", min_new_tokens=4, max_new_tokens=4, details=True)
+    assert len(one.ids) == 4
+    assert 2 not in one.ids
+    assert len(model.generate("the", beams=2, max_new_tokens=4, details=True).ids) <= 4
+
+
+def test_a_length_penalty_of_0_that_came_along_is_0(unchecked):
+    for said, penalty in (({"length_penalty": 0.0}, 0.0), ({"length_penalty": None}, 1.0)):
+        way = read_options({"beams": 2}, said, NoTokens(), reference.VOCAB).way
+        assert way.length_penalty == penalty
+
+
+def test_contrast_does_not_pass_over_a_least_length_that_came_along(tokenizer):
+    model = build(tokenizer)
+    model.companions["generation_config.json"] = {"min_length": 12}
+    with pytest.raises(ClearheadError, match="min_new_tokens=0"):
+        model.generate("the", contrast=0.5, max_new_tokens=4)
+    model.generate("the", contrast=0.5, max_new_tokens=4, min_new_tokens=0)
+
+
 # --- other ways
 
 
@@ -620,6 +694,26 @@ def test_beams_give_the_best_texts_with_scores(model):
         assert len({tuple(one.ids) for one in texts}) == 3
     best = model.generate(MANY, beams=4, max_new_tokens=6, length_penalty=0.5)
     assert best == [texts[0].text for texts in found]
+
+
+def test_beams_that_find_fewer_texts_than_asked(model):
+    groups = {"beams": 4, "groups": 4, "diversity_penalty": 0, "max_new_tokens": 5}
+    assert model.generate("the", n=4, **groups) == [model.generate("the", **groups)]
+    with pytest.raises(ClearheadError, match="Only 1 of 4 texts were found"):
+        model.generate(MANY, n=4, **groups)
+
+
+def test_batches_count_beams(model, monkeypatch):
+    sizes = []
+
+    def search(net, prompts, *rest):
+        sizes.append(len(prompts))
+        return beam_search(net, prompts, *rest)
+
+    monkeypatch.setattr("clearhead.generate.write.beam_search", search)
+    monkeypatch.setattr("clearhead.generate.write.SLOTS", 80)
+    model.generate(["the", "cat"], beams=4, max_new_tokens=10)
+    assert sizes == [1, 1]  # 13 slots each, four times
 
 
 def test_drawn_texts_of_a_draft_repeat_with_their_seed(model):

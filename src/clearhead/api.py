@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from clearhead.config import Spec
 from clearhead.errors import did_you_mean, require
+from clearhead.fast.form import form_of
 from clearhead.generate.transcribe import speech_files
 from clearhead.layers.sound import SoundEmbedding
 from clearhead.model import Model
@@ -107,6 +108,12 @@ def export(
     )
     require(
         dtype is None or to == "gguf", f"dtype is a setting of GGUF files, not of {to} folders."
+    )
+    form = form_of(model.net)
+    require(
+        form in (None, "fp32"),
+        f"This model's weights are {form} of our own kind, which others do not read: export the "
+        "model that they were made from.",
     )
     if to == "gguf":
         check_family(model.config)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from clearhead.attention.positions import Positions
 from clearhead.errors import ClearheadError, require
-from clearhead.fast.form import Quick, count_weights, make_fast
+from clearhead.fast.form import Quick, check_form, count_weights, make_fast
 from clearhead.fast.formats import Form
 from clearhead.fast.rounding import draw_text
 from clearhead.generate.answer import Answer, answer_question
@@ -113,8 +113,14 @@ class Model:
         `generate`, `translate` and `transcribe` take the fp32 form of a large model by themselves.
         On other devices nothing changes.
         """
-        text = None
-        if form == "int4" and self.config.shape == "decoder" and isinstance(self.net.head, LMHead):
+        check_form(self.net, form)
+        text, on_cpu = None, all(p.device.type == "cpu" for p in self.net.parameters())
+        if (
+            form == "int4"
+            and on_cpu
+            and self.config.shape == "decoder"
+            and isinstance(self.net.head, LMHead)
+        ):
             text = draw_text(self._quick(self.net), self.config.max_len, self.config.vocab_size)
         net = make_fast(self.net, form, text)
         return Model(net, self.config, self.tokenizer, self.companions)

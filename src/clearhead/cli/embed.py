@@ -10,9 +10,12 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
+
+from clearhead.errors import require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,6 +50,12 @@ def run(args: Args) -> None:
     from clearhead.api import load
     from clearhead.cli.texts import chunks, read_texts, say_json
 
+    if args.out is not None:
+        out = Path(args.out)
+        require(
+            out.parent.is_dir() and not out.is_dir(),
+            f'"{out}" cannot be written: name a file, in a folder that is there.',
+        )
     texts = read_texts(args.texts, args.file)
     model = load(args.model)
     begun, parts = time.perf_counter(), []

@@ -32,14 +32,14 @@ class Args:
     """What to start from; none: standard input."""
     file: str | None = None
     """A file with the prompt."""
-    max_new_tokens: int = 200
-    """How many tokens at most."""
+    max_new_tokens: int | None = None
+    """How many tokens at most; none: what the model came with, or 200."""
     temperature: float = 0.8
     """0 takes the best token each time; above, tokens are drawn."""
-    top_k: int = 0
-    """Draw from the k best only; 0: from all."""
-    top_p: float = 1.0
-    """Draw from the smallest set that has this probability."""
+    top_k: int | None = None
+    """Draw from the k best only, 0: from all; none: what the model came with, or 0."""
+    top_p: float | None = None
+    """Draw from the smallest set with this probability; none: what the model came with, or 1."""
     seed: int | None = None
     """For texts that can be repeated."""
     n: int = 1
@@ -90,7 +90,8 @@ def _settings(args: Args) -> dict[str, Any]:
     words = [word for group in args.set for word in group]
     raw = [word for word in words if word.startswith("regex=")]  # its brackets are no YAML
     own = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
-    settings = {name: getattr(args, name) for name in own}
+    said = {name: getattr(args, name) for name in own}
+    settings = {name: value for name, value in said.items() if value is not None}
     settings |= read_changes(word for word in words if word not in raw)
     if raw:
         settings["regex"] = raw[-1].removeprefix("regex=")

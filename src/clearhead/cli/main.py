@@ -35,6 +35,7 @@ VERBS = {
     "show": ("clearhead.cli.show", "layers, parameters, FLOPs and memory of a model"),
     "import": ("clearhead.cli.import_", "bring in a model that others made, with a report"),
     "export": ("clearhead.cli.export", "write a model for transformers, ONNX or llama.cpp"),
+    "bench": ("clearhead.cli.bench", "this machine's roofs, and a model against them"),
     "quantise": ("clearhead.cli.quantise", "write a model with its weights in 16, 8 or 4 bits"),
 }
 

@@ -36,6 +36,7 @@ RECENT = 50  # steps over which loss and speed are averaged
 USES = {
     "next_token": ("generate", '"..."', "what follows a text"),
     "seq2seq": ("translate", '"..."', "or lines of a file: --file"),
+    "masked": ("fill", '"... [MASK] ..."', "what stands behind a mask"),
     "classification": ("classify", '"..."', "the label of a text"),
     "tagging": ("tag", '"..."', "the label of every word"),
     "span_qa": ("answer", '"...?" --context "..."', "the piece of a text"),

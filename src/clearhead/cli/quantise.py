@@ -48,6 +48,8 @@ def run(args: Args) -> None:
     console = Console(stderr=True)
     with told(lambda said: console.print(said, style="dim")):
         model = load(args.model)
+        if text is not None:
+            _check_reads(model)
         with console.status(f"rounding to {args.to}"):
             small = model.fast(args.to)
             small.save(args.out)
@@ -56,7 +58,8 @@ def run(args: Args) -> None:
         if text is not None:
             with console.status("measuring"):
                 print(_losses(_loss(model, text), _loss(small, text)))
-    print(f"{small} written to {args.out}. Run it: clearhead generate {args.out} ...")
+    use = "generate" if small.config.shape in ("decoder", "encoder-decoder") else "embed"
+    print(f"{small} written to {args.out}. Run it: clearhead {use} {args.out} ...")
 
 
 def _sizes(before: int, after: int) -> str:
@@ -86,12 +89,9 @@ def _read(path: Path) -> str:
         raise ClearheadError(f"{path} cannot be read as a text ({error}).") from error
 
 
-def _loss(model: Model, text: str) -> float:
-    """The mean loss of a text's tokens in pieces of the model's length."""
-    import torch
-
+def _check_reads(model: Model) -> None:
+    """Refuse a text for a model that cannot be measured on one, before anything is written."""
     from clearhead.errors import require
-    from clearhead.generate.score import score_tokens
 
     require(
         model.config.shape == "decoder",
@@ -99,6 +99,15 @@ def _loss(model: Model, text: str) -> float:
         "leave it out, and use clearhead eval on the folder that is written.",
     )
     require(model.tokenizer is not None, "This model has no tokenizer, so --data means nothing.")
+
+
+def _loss(model: Model, text: str) -> float:
+    """The mean loss of a text's tokens in pieces of the model's length."""
+    import torch
+
+    from clearhead.errors import require
+    from clearhead.generate.score import score_tokens
+
     ids = model.tokenizer.encode(text)  # type: ignore[union-attr]
     length = min(model.config.max_len, 512)
     pieces = [ids[start : start + length + 1] for start in range(0, len(ids), length)][:MOST]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from clearhead.errors import require
+from clearhead.errors import ClearheadError, require
 
 CHUNK = 256  # texts that are worked on before the first of them are printed
 
@@ -54,4 +54,11 @@ def _lines(file: str | None) -> Iterator[str]:
         return
     if sys.stdin.isatty():
         print("reading standard input; Ctrl-D ends it", file=sys.stderr)
-    yield from (line.rstrip("\r\n") for line in sys.stdin)
+    try:
+        for line in sys.stdin:
+            line.encode("utf-8")  # some locales let other bytes through, as halves of characters
+            yield line.rstrip("\r\n")
+    except UnicodeError as error:
+        raise ClearheadError(
+            "Standard input is not UTF-8 text. Convert it: iconv -f LATIN1 -t UTF-8, say."
+        ) from error

@@ -172,7 +172,7 @@ def _to_resume(args: Args, what: str, changes: dict[str, Any], inside: Path | No
     require(bool(args.out or what), "Say which run goes on: clearhead train runs/x --resume")
     from clearhead.training.folder import RECIPE, RunFolder
 
-    path = Path(args.out) if args.out else inside or Path(RUNS) / Path(what).stem
+    path = Path(args.out) if args.out else inside or Path(RUNS) / Path(what.split(",")[0]).stem
     require((path / RECIPE).is_file(), f"There is no run in {path}: it has no {RECIPE}.")
     return RunFolder(path)
 

@@ -44,7 +44,7 @@ def run(args: Args) -> None:
     texts = read_texts(args.texts, args.file)
     model = load(args.model)
     known = model.companions.get("generation_config.json", {})
-    beams = args.beams or known.get("num_beams") or 5
+    beams = (known.get("num_beams") or 5) if args.beams is None else args.beams
     begun, written = time.perf_counter(), 0
     for some in chunks(texts):
         found = model.translate(list(some), beams=beams, length_penalty=args.length_penalty)

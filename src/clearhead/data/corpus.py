@@ -188,8 +188,9 @@ def _open(paths: list[str], progress: Progress | None) -> dict[str, Stream]:
     suffixes = {Path(path).suffix for path in paths}
     require(
         names is not None or len(suffixes) < 2 or len(paths) != 2,
-        f"{' and '.join(paths)} have two endings, other names and other numbers of lines: parallel "
-        "files have as many lines; several texts are a folder or a pattern.",
+        f"{' and '.join(paths)} have two endings, but are not taken for parallel files: those "
+        "differ in their language alone (train.en, train.de), or have names without numbers and as "
+        "many lines. Several texts are a folder or a pattern.",
     )
     return {"train": open_parallel(files, names) if names else open_files(files, ",".join(paths))}
 

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -24,6 +25,7 @@ import torch
 from clearhead.errors import require
 
 MISSING = "Fast products take llvmlite, which is not installed: pip install 'clearhead[fast]'."
+OLDEST = (0, 46)  # of llvmlite; before, addresses had types
 _listeners: list[Callable[[str], None]] = []
 
 
@@ -39,8 +41,11 @@ def told(listener: Callable[[str], None]) -> Any:
 
 @functools.cache
 def available() -> bool:
-    """Whether products can be compiled here; it imports nothing."""
-    return importlib.util.find_spec("llvmlite") is not None
+    """Whether products can be compiled here; it imports nothing of LLVM."""
+    if importlib.util.find_spec("llvmlite") is None:
+        return False
+    numbers = re.findall(r"\d+", importlib.metadata.version("llvmlite"))
+    return tuple(map(int, numbers[:2])) >= OLDEST
 
 
 @dataclass(frozen=True)
@@ -144,14 +149,15 @@ def _folder() -> Path:
 
 @functools.cache
 def _openmp() -> dict[str, int]:
-    """Name -> address of the two functions that are needed of OpenMP; 0 where there is none."""
-    from clearhead.fast.emit import FORK, WHO
+    """Name -> address of the functions that are needed of OpenMP; 0 where there is none."""
+    from clearhead.fast.emit import FORK, TEAM, WHO
 
+    names = (FORK, WHO, TEAM)
     for library in _loaded():
         with contextlib.suppress(OSError, AttributeError):
             found = ctypes.CDLL(library)
-            return {name: _address(getattr(found, name)) for name in (FORK, WHO)}
-    return {FORK: 0, WHO: 0}
+            return {name: _address(getattr(found, name)) for name in names}
+    return dict.fromkeys(names, 0)
 
 
 def _address(function: Any) -> int:
@@ -164,7 +170,8 @@ def _loaded() -> list[str]:
         maps = Path("/proc/self/maps").read_text()
     except OSError:  # another system: threads are not used there
         return []
-    found = set(re.findall(r"(/\S*lib(?:gomp|iomp5|omp)\S*\.so\S*)", maps))
+    paths = [line.split(maxsplit=5)[5] for line in maps.splitlines() if line.count("/")]
+    found = {path for path in paths if re.search(r"/lib(gomp|iomp5|omp)[^/]*\.so[^/]*$", path)}
     return sorted(found, key=lambda path: ("/torch/" not in path, path))
 
 

@@ -46,7 +46,8 @@ STRIP = 4  # rows of W that are worked on together
 PART = 1024  # weights of a row that are worked on at a time, where there are many rows of x
 AHEAD = 2  # strips
 LINE = 64  # bytes that the memory delivers at once
-FORK, WHO = "GOMP_parallel", "omp_get_thread_num"  # of OpenMP, as torch brings it along
+# Of OpenMP, as torch brings it along:
+FORK, WHO, TEAM = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"
 
 
 def write_module(name: str, shape: Shape) -> str:
@@ -317,9 +318,11 @@ def _product(f: Function, strips: ir.Function, worker: ir.Function) -> None:
 
 
 def _worker(f: Function, strips: ir.Function) -> None:
-    """The part of one thread."""
-    *given, threads = (f.load(f.add(f.args[0], 8 * i), I64, 8) for i in range(9))
-    number = f.b.sext(f.b.call(f.outside(WHO, I32, []), []), I64)
+    """The part of one thread, of those that came: they may be fewer than were asked for."""
+    given = [f.load(f.add(f.args[0], 8 * i), I64, 8) for i in range(8)]
+    number, threads = (
+        f.b.sext(f.b.call(f.outside(name, I32, []), []), I64) for name in (WHO, TEAM)
+    )
     count = _count(f, given[6])
     first, last = (f.b.sdiv(f.times(count, f.add(number, i)), threads) for i in (0, 1))
     f.b.call(strips, [*given, first, last])

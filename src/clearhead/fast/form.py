@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ def make_fast(net: Net, form: Form, text: Tensor | None = None) -> Net:
     unpacking, which saves memory and no time. `text`, ids that a decoder may see, makes int4 better
     (`rounding`).
     """
-    _check(net, form)
+    check_form(net, form)
     if any(parameter.device.type != "cpu" for parameter in net.parameters()):
         return net
     new = _sharing_copy(net)
@@ -44,15 +45,13 @@ def make_fast(net: Net, form: Form, text: Tensor | None = None) -> Net:
     packed = _rounded(net, layers, text) if form == "int4" and text is not None else iter(())
     packed = itertools.chain(packed, _packed(layers, form))
     for name, own, (weight, scales) in packed:
-        linear = layers.pop(name, None)
-        if linear is None:  # done already, in a better way
-            continue
+        linear = layers.pop(name)
         fast = FastLinear(own, linear.in_features, weight, scales, linear.bias)
         new.set_submodule(name, fast)
         for table in tables.get(f"{name}.weight", ()):
             new.set_submodule(table, FastEmbedding(fast))
-    if form != "fp32":
-        new.ties = ()
+    _drop_ties(new)
+    refresh(new)
     return new.eval()
 
 
@@ -60,9 +59,8 @@ def _packed(layers: dict[str, nn.Linear], form: Form) -> Iterator[_Layer]:
     """Every layer in its form."""
     for name, linear in list(layers.items()):
         own, weight = _own_form(name, form), linear.weight
-        if name in layers:
-            none = weight.new_empty(len(weight), 0)
-            yield name, own, (weight, none) if own == "fp32" else pack(weight, own)
+        none = weight.new_empty(len(weight), 0)
+        yield name, own, (weight, none) if own == "fp32" else pack(weight, own)
 
 
 def _rounded(net: Net, layers: dict[str, nn.Linear], text: Tensor) -> Iterator[_Layer]:
@@ -81,7 +79,7 @@ def _rounded(net: Net, layers: dict[str, nn.Linear], text: Tensor) -> Iterator[_
 def form_of(net: nn.Module) -> Form | None:
     """The form of a network's linear layers; None: they are torch's own."""
     found = [module.form for module in net.modules() if isinstance(module, FastLinear)]
-    return min(found, key=lambda form: -FORMS.index(form)) if found else None
+    return max(found, key=FORMS.index) if found else None
 
 
 def worth_it(net: Net) -> bool:
@@ -104,15 +102,29 @@ class Quick:
     """
 
     def __init__(self) -> None:
-        self._made: tuple[Net, tuple[int, ...], Net] | None = None
+        self._made: tuple[Net, tuple[object, ...], Net] | None = None
 
     def __call__(self, net: Net) -> Net:
         if not worth_it(net):
             return net
-        now = tuple(parameter.data_ptr() for parameter in net.parameters())
+        now = _mark(net)
         if self._made is None or self._made[0] is not net or self._made[1] != now:
             self._made = net, now, make_fast(net, "fp32")
         return self._made[2]
+
+
+def _mark(net: nn.Module) -> tuple[object, ...]:
+    """What a copy of a network would not follow: which modules and tensors it has, and their plain
+    settings.
+    """
+    tensors = (*net.parameters(), *net.buffers())
+    settings = [
+        (id(module), name, value)
+        for module in net.modules()
+        for name, value in vars(module).items()
+        if type(value) in (int, float, bool, str) and name != "training"
+    ]
+    return (*(tensor.data_ptr() for tensor in tensors), *settings)
 
 
 def count_weights(net: nn.Module) -> int:
@@ -157,13 +169,18 @@ def take_packed(
         net.set_submodule(name, fast)
         for table in tables.get(f"{name}.weight", ()):
             net.set_submodule(table, FastEmbedding(fast))
-    net.ties = ()
+    _drop_ties(net)
     net.requires_grad_(False)
     return left
 
 
 def refresh(net: nn.Module) -> None:
-    """Let all packed layers look again where their tensors are."""
+    """Let all packed layers look again where their tensors are. What is beside packed weights is
+    fp32, as their products are.
+    """
+    if form_of(net) not in (None, "fp32"):
+        for parameter in net.parameters():
+            parameter.data = parameter.data.float()
     for module in net.modules():
         if isinstance(module, FastLinear):
             module.refresh()
@@ -172,7 +189,8 @@ def refresh(net: nn.Module) -> None:
 # --- parts ---
 
 
-def _check(net: Net, form: str) -> None:
+def check_form(net: Net, form: str) -> None:
+    """Refuse what cannot be packed."""
     require(
         form in FORMS,
         f'There is no form "{form}".{did_you_mean(str(form), FORMS)} Known: {", ".join(FORMS)}.',
@@ -186,6 +204,11 @@ def _check(net: Net, form: str) -> None:
         raise ClearheadError(
             f"This model's weights are {had} already, and what was rounded away does not come "
             "back: start from the model that they were made from."
+        )
+    for name, linear in _linears(net) if form != "fp32" else ():
+        require(
+            bool(linear.weight.isfinite().all()),
+            f"The weights of {name} are not all numbers: the model is damaged.",
         )
 
 
@@ -205,10 +228,17 @@ def _sharing_copy(net: Net) -> Net:
     return copy.deepcopy(net, shared)
 
 
-def _linears(net: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+def _linears(net: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The layers that can be packed; an fp32 form has them as they were."""
     for name, module in list(net.named_modules()):
-        if type(module) is nn.Linear:
+        if type(module) is nn.Linear or (isinstance(module, FastLinear) and module.form == "fp32"):
             yield name, module
+
+
+def _drop_ties(net: Net) -> None:
+    """Forget the ties of tables that are looked up in a packed head."""
+    left = dict(net.named_parameters(remove_duplicate=False))
+    net.ties = tuple(pair for pair in net.ties if all(name in left for name in pair))
 
 
 def _tied_tables(net: Net) -> dict[str, list[str]]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from clearhead.errors import ClearheadError, require
 from clearhead.fast import compile as compiled
-from clearhead.fast.formats import GROUP, Form, look_up_rows, plain_product, unpack
+from clearhead.fast.formats import GROUP, Form, look_up_rows, plain_product, stored_as, unpack
 
 MANY = 32  # rows; up to here the compiled product won or was level, at GPT-2's shapes
 BLOCK = 2**23  # weights that are unpacked at a time for many rows
@@ -54,19 +54,36 @@ class FastLinear(nn.Module):
     def refresh(self) -> None:
         """Look again where the tensors are: needed after they were exchanged or moved."""
         weight = self.weight.detach()
-        none = torch.empty(weight.shape[0], 0)
-        scales = none if self.scales is None else self.scales
-        bias = torch.zeros(self.out_features) if self.bias is None else self.bias.detach()
+        kind, device, n = torch.float32, weight.device, self.out_features
+        scales = (
+            torch.empty(n, 0, dtype=kind, device=device) if self.scales is None else self.scales
+        )
+        bias = (
+            torch.zeros(n, dtype=kind, device=device) if self.bias is None else self.bias.detach()
+        )
         # Beside the module's own tables, in which every look-up costs as much as a call.
         self.__dict__["tensors"] = (weight, scales, bias)
-        self.__dict__["here"] = self.compilable and all(
-            tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in self.tensors
+        # The product is given addresses alone: what stands there must be what it takes it for.
+        wanted = stored_as(self.form, self.out_features, self.in_features)
+        found = {"weight": weight, "scales": scales}
+        self.__dict__["here"] = (
+            self.compilable
+            and bias.dtype == torch.float32
+            and bias.shape == (self.out_features,)
+            and all((found[n].dtype, tuple(found[n].shape)) == how for n, how in wanted.items())
+            and all(t.device.type == "cpu" and t.is_contiguous() for t in self.tensors)
         )
 
     def forward(self, x: Float[Tensor, "*b k"]) -> Float[Tensor, "*b n"]:
         k, n = self.in_features, self.out_features
         rows = x.numel() // k
-        if not 0 < rows <= MANY or not self.here or x.dtype != torch.float32:
+        if (
+            not 0 < rows <= MANY
+            or not self.here
+            or x.dtype != torch.float32
+            or x.shape[-1] != k
+            or x.device.type != "cpu"
+        ):
             return self.many(x)
         if x.requires_grad and torch.is_grad_enabled():
             raise ClearheadError(NO_GRADIENTS)
@@ -104,7 +121,7 @@ class FastLinear(nn.Module):
         weight, scales, _ = (tensor[rows] for tensor in self.tensors)
         if not self.here:
             return unpack(weight, scales, self.form, self.in_features)
-        out = torch.empty(len(weight), self.in_features)
+        out = weight.new_empty((len(weight), self.in_features), dtype=torch.float32)
         addresses = (tensor.data_ptr() for tensor in (weight, scales, out))
         compiled.product(self.form).unpack(*addresses, len(weight), self.in_features)
         return out
@@ -124,6 +141,13 @@ class FastLinear(nn.Module):
         super()._apply(fn, recurse)
         self.refresh()
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "tensors"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.refresh()  # a copy has tensors of its own
 
     def extra_repr(self) -> str:
         """What print(net) says about it."""

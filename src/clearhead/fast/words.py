@@ -113,7 +113,7 @@ class Function:
         """The sum of all lanes, in whatever order is quickest."""
         name = f"llvm.vector.reduce.fadd.v{self.shape.lanes}f32"
         call = self.outside(name, F32, [F32, self.vector])
-        return self.b.call(call, [ir.Constant(F32, 0.0), vector], fastmath=("fast",))
+        return self.b.call(call, [ir.Constant(F32, 0.0), vector], fastmath=("reassoc",))
 
     def everywhere(self, value: Any) -> Any:
         """A number in all lanes."""

@@ -22,6 +22,7 @@ from clearhead.generate.prefix import Prefixes
 from clearhead.generate.row import Row, Step, choose_rows
 from clearhead.generate.sampling import Sampling
 from clearhead.layers.stack import Memory
+from clearhead.tap import taps
 
 Rows = Sequence[Sequence[int]]
 
@@ -104,6 +105,7 @@ def decode_steps(
                 continue
             slots, new = _drop(cache, slots, new, 1 if memory is None else samples)
             logits = net.decode(new.unsqueeze(1), cache=cache)[:, -1]
+            check_logits(logits)
 
 
 def _room(row: Row, max_len: int) -> int:
@@ -136,8 +138,11 @@ def prefill(
 
     Each prompt has `beams` rows, one behind the other. A prompt without a source is read once and
     its rows are copies; prompts with a source are short, and their cache has its rows from the
-    start. `prefixes`: what was read before and need not be read again.
+    start. `prefixes`: what was read before and need not be read again; nothing is taken from there
+    while somebody listens at a tap, who may change what is read.
     """
+    if prefixes is not None and any(tap.listeners for tap in taps(net).values()):
+        prefixes = None
     room = max(len(row) + limit for row, limit in zip(prompts, limits, strict=True))
     known = [0] * len(prompts)
     if memory is None:

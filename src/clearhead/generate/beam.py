@@ -34,7 +34,7 @@ from torch import Tensor
 
 from clearhead.attention.cache import Cache
 from clearhead.errors import require
-from clearhead.generate.batch import Rows, prefill, row_limits
+from clearhead.generate.batch import Rows, check_logits, prefill, row_limits
 from clearhead.generate.rules import NONE, Rules, apply_rules
 from clearhead.layers.stack import Memory
 from clearhead.tap import Activations, capture
@@ -147,6 +147,7 @@ def beam_search(
                 return [source.best() for source in sources]
             _follow(cache, parents, kept)
             logits = net.decode(running.written[:, :, -1].reshape(-1, 1), cache=cache)[:, -1]
+            check_logits(logits)
             if looks is not None:
                 running.look(_last_look(looks, beam.width, [1] * len(kept)))
 

@@ -118,6 +118,10 @@ class _Search:
         check_logits(logits)
         if len(self.never):
             logits = logits.index_fill(0, self.never, -torch.inf)
+            require(
+                bool(logits.amax() > -torch.inf),
+                "No token may come next: all of them are banned. Allow one.",
+            )
         return logits.softmax(dim=0)
 
 

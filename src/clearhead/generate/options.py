@@ -6,7 +6,7 @@ what says nothing. Tokens may be named by their ids or by texts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,15 +95,18 @@ def read_options(
         given = drawing_said(said) | given
     if said.get("max_new_tokens") is not None:
         given = {"max_new_tokens": said["max_new_tokens"]} | given
-    stop = end_ids(said) | frozenset(tokenizer.eos_ids)
+    # An end that the vocabulary does not have never comes.
+    ends = end_ids(said) | frozenset(tokenizer.eos_ids)
+    stop = frozenset(id for id in ends if 0 <= id < vocab_size)
     never, rules = _rules(settings, said, tokenizer, stop, vocab_size)
     sampling = Sampling(**given, stop=stop, never=never, rules=rules)
     n, details = settings.get("n", 1), bool(settings.get("details", False))
     require(type(n) is int and n >= 1, f"n is how many texts of each prompt, 1 or more: {n!r}.")
     constrain = _constrain(settings, tokenizer, stop, vocab_size)
     way = _way(settings, said, sampling, n, vocab_size)
+    min_length = 0 if "min_new_tokens" in settings else said.get("min_length") or 0
     if way is not None:
-        check_way(way, sampling, constrain is not None)
+        check_way(way, sampling, constrain is not None, min_length)
         require(
             not settings.get("log_probabilities"),
             "log_probabilities are noted where tokens are written one by one: not with beams, "
@@ -116,7 +119,7 @@ def read_options(
         details,
         _likely(settings.get("log_probabilities"), details),
         bool(settings.get("remember", False)),
-        0 if "min_new_tokens" in settings else said.get("min_length") or 0,
+        min_length,
         constrain,
         way,
     )
@@ -144,6 +147,11 @@ def _way(
     settings: Mapping[str, Any], said: Mapping[str, Any], sampling: Sampling, n: int, size: int
 ) -> Way | None:
     """The way that is asked for, if one is."""
+    beams = settings.get("beams")
+    require(
+        beams is None or (type(beams) is int and 1 <= beams <= size),
+        f"beams is a whole number from 1 up to the vocabulary's {size} tokens, not {beams!r}.",
+    )
     asked = [name for name in WAYS if settings.get(name)]
     require(len(asked) <= 1, f"{' and '.join(asked)} are different ways to write: choose one.")
     more = {name: settings[name] for name in BEAMS if name in settings}
@@ -151,13 +159,9 @@ def _way(
         not more or asked == ["beams"], f"{', '.join(more)}: a setting of beams, say beams=4 too."
     )
     if asked == ["beams"]:
-        beams = settings["beams"]
-        require(
-            type(beams) is int and beams <= size,
-            f"beams is a whole number up to the vocabulary's {size} tokens, not {beams!r}.",
-        )
-        more = {"length_penalty": said.get("length_penalty") or 1.0} | more
-        return beam_of(sampling, beams, n, patience_said(said), **more)
+        if said.get("length_penalty") is not None:
+            more = {"length_penalty": said["length_penalty"]} | more
+        return beam_of(sampling, settings["beams"], n, patience_said(said), **more)
     if asked == ["draft"]:
         draft = settings["draft"]
         require(
@@ -204,6 +208,7 @@ def _rules(
 
 
 def _stops(stop: Any) -> tuple[str, ...]:
+    require(isinstance(stop, Iterable), f"stop is a text, or a list of texts, not {stop!r}.")
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     for one in stops:
         require(isinstance(one, str), f"A stop string is text, not {one!r}.")
@@ -243,6 +248,9 @@ def _bias(bias: Any, tokenizer: Any) -> tuple[tuple[int, float], ...]:
 
 def _banned(banned: Any, tokenizer: Any) -> list[tuple[int, ...]]:
     """A word is banned at the start of a text and behind a blank; ids as they are."""
+    require(
+        isinstance(banned, (int, Iterable)), f"banned is a list of texts or ids, not {banned!r}."
+    )
     found = []
     for words in [banned] if isinstance(banned, (str, int)) else banned:
         require(words != "", "A banned text is empty: name at least one token, or leave it out.")

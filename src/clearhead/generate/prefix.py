@@ -159,5 +159,7 @@ def _shared(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def _weights(net: Any) -> tuple[Any, ...]:
-    """What changes when weights are replaced or changed in place."""
-    return tuple((p.data_ptr(), p._version, p.dtype) for p in net.parameters())
+    """What changes when weights are replaced or changed in place (but through `.data`)."""
+    return tuple(
+        (p.data_ptr(), 0 if p.is_inference() else p._version, p.dtype) for p in net.parameters()
+    )

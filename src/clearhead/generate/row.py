@@ -159,9 +159,11 @@ def _choose_party(logits: Float[Tensor, "b v"], rows: Sequence[Row]) -> Int[Tens
     sampling, device = rows[0].sampling, logits.device
     if sampling.never:
         logits = torch.stack([bar(row, sampling.never) for row in logits])
-    if any(row.ruled and row.end is None for row in rows):
+    ruled = any(row.ruled and row.end is None for row in rows)
+    if ruled:
         pairs = zip(logits, rows, strict=True)
         logits = torch.stack([row.rule(own) if row.end is None else own for own, row in pairs])
+    if ruled or sampling.never:
         require(
             bool((logits.amax(dim=-1) > NEVER).all()),
             "No token may come next: the rules (banned and forced tokens, no_repeat_ngram, a "

@@ -161,7 +161,9 @@ def _candidates(
     logits, index = logits.float(), None
     if 0 < top_k < logits.shape[-1]:
         logits, index = logits.topk(top_k, dim=-1)
-    # The best at 0: then no temperature, however small, makes a number that is not one.
+    # The best at 0, and no division by 0: then no temperature, however small, makes a number that
+    # is not one.
+    temperature = max(temperature, torch.finfo(torch.float32).tiny)
     p = ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
     if top_p < 1:
         if index is None:

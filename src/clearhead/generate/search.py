@@ -1,6 +1,7 @@
-"""Other ways to a text than a token at a time: beams, drafts that are checked, contrast.
+"""Other ways to a text than a token at a time: drafts that are checked, and contrast.
 
-They give what `decode_steps` gives, so that stop strings, streams and details are the same for all.
+These give what `decode_steps` gives, so that stop strings, streams and details are the same for
+all. Beams are a way too, but know their texts only at the end: see `write`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Contrast:
 Way = Beam | DraftModel | PromptLookup | Contrast
 
 
-def check_way(way: Way, sampling: Sampling, constrained: bool) -> None:
+def check_way(way: Way, sampling: Sampling, constrained: bool, min_length: int = 0) -> None:
     """Refuse what a way of writing cannot do."""
     called = {Beam: "beams", DraftModel: "draft", PromptLookup: "look_up", Contrast: "contrast"}
     name = called[type(way)]
@@ -43,9 +44,9 @@ def check_way(way: Way, sampling: Sampling, constrained: bool) -> None:
         f"{name} works without constraints (regex, schema): leave one of them out.",
     )
     require(
-        sampling.rules is NONE or not isinstance(way, Contrast),
+        not isinstance(way, Contrast) or (sampling.rules is NONE and not min_length),
         f"{name} works without rules: leave {name} out, or the rule (what came with the model is "
-        "switched off by name: repetition_penalty=1, no_repeat_ngram=0).",
+        "switched off by name: repetition_penalty=1, no_repeat_ngram=0, min_new_tokens=0).",
     )
     require(
         not sampling.temperature or not isinstance(way, (Beam, Contrast)),

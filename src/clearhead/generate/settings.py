@@ -1,10 +1,10 @@
 """The generation settings that come with a model (generation_config.json): which are used, which
 are not, and what they may be.
 
-Rules (penalties, banned and forced tokens) and num_beams are part of what the model's makers
-evaluated, and hold unless a call says otherwise. Whether dice are thrown is the caller's: a text is
-greedy unless a call gives a temperature; then top_k, top_p, min_p and typical_p are the makers', if
-they draw themselves (do_sample) and the call gives none.
+Rules (penalties, banned and forced tokens) are part of what the model's makers evaluated, and hold
+unless a call says otherwise; num_beams holds for `translate` alone. Whether dice are thrown is the
+caller's: a text is greedy unless a call gives a temperature; then top_k, top_p, min_p and typical_p
+are the makers', if they draw themselves (do_sample) and the call gives none.
 """
 
 from __future__ import annotations

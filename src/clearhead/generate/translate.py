@@ -94,7 +94,8 @@ def _best(
 ) -> list[list[int]]:
     if beam.width > 1:
         return [found[0].ids for found in _search(net, batch, beam, start, max_len)]
-    # The same texts, without the book-keeping.
+    # Without the book-keeping. The same texts, unless there is a repetition penalty: it is one of
+    # logits here, and one of log-probabilities in a search.
     sampling = Sampling(beam.max_new_tokens, stop=beam.stop, never=beam.never, rules=beam.rules)
     memory, prompts = encode_sources(net, batch.sources), [list(start)] * len(batch.rows)
     return decode_batch(net, prompts, sampling, max_len, memory, batch.limits)

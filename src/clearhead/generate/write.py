@@ -12,11 +12,12 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from clearhead.errors import require
 from clearhead.generate.batch import by_length, check_prompts, decode_steps, encode_sources
 from clearhead.generate.beam import Beam, Hypothesis, beam_search
 from clearhead.generate.options import Options
 from clearhead.generate.prefix import Prefixes
-from clearhead.generate.row import End, Row, Step
+from clearhead.generate.row import Constraint, End, Row, Step
 from clearhead.generate.search import searched_steps
 from clearhead.text.stream import DecodeStream
 
@@ -141,7 +142,7 @@ def write_texts(
     prefixes: Prefixes | None = None,
 ) -> Generator[Piece, None, list[Written]]:
     """The texts of all prompts, `options.n` of each, in pieces (row, text) as they come; returns
-    them whole, in the order given.
+    them whole, in the order given. Of one prompt beams may find fewer, where groups find the same.
 
     Prompts are worked on in batches of similar length; `sources` are those of an encoder-decoder.
     """
@@ -151,7 +152,8 @@ def write_texts(
     given = prompts if sources is None else sources
     done: dict[int, Written] = {}
     sizes = [len(ids) + min(options.sampling.max_new_tokens, max_len) for ids in given]
-    for chosen in by_length(sizes, max(1, SLOTS // options.n)):
+    width = options.way.width if isinstance(options.way, Beam) else options.n
+    for chosen in by_length(sizes, max(1, SLOTS // width)):
         own = [prompts[i] for i in chosen]
         their = None if sources is None else [sources[i] for i in chosen]
         writers = [
@@ -161,14 +163,20 @@ def write_texts(
         ]
         if isinstance(options.way, Beam):
             books = _search(net, own, options, max_len, their)
-            yield from _beams([one for book in books for one in book], writers, options, tokenizer)
+            fewest = min(map(len, books))
+            require(
+                len(prompts) == 1 or fewest == options.n,
+                f"Only {fewest} of {options.n} texts were found of a prompt: ask for fewer (n), or "
+                "give the prompts one by one, where fewer may come back.",
+            )
+            writers = yield from _beams(books, writers, options, tokenizer)
         else:
             steps = _steps(
                 net, [writer.row for writer in writers], options, max_len, their, prefixes
             )
             yield from _pieces(steps, {writer.row.number: writer for writer in writers}, max_len)
         done |= {writer.row.number: writer.written() for writer in writers}
-    return [done[i] for i in range(len(done))]
+    return [done[i] for i in sorted(done)]
 
 
 def _steps(
@@ -209,17 +217,25 @@ def _search(
 
 
 def _beams(
-    found: Sequence[Hypothesis], writers: Sequence[Writer], options: Options, tokenizer: Any
-) -> Iterator[Piece]:
-    """Texts that are there only when the search has ended."""
-    for one, writer in zip(found, writers, strict=True):
+    books: Sequence[Sequence[Hypothesis]],
+    writers: Sequence[Writer],
+    options: Options,
+    tokenizer: Any,
+) -> Generator[Piece, None, list[Writer]]:
+    """Texts that are there only when the search has ended; returns the writers that have one."""
+    pairs = [
+        (one, writers[i * options.n + j]) for i, b in enumerate(books) for j, one in enumerate(b)
+    ]
+    for one, writer in pairs:
         text, held, stopped = split_at_stop(tokenizer.decode(one.ids), options.stop)
-        writer.row.end = "string" if stopped else "limit" if one.end is None else "token"
+        short: End = "limit" if len(one.ids) == writer.row.limit else "positions"
+        writer.row.end = "string" if stopped else short if one.end is None else "token"
         writer.row.text = one.ids
         writer.first = writer.last = time.perf_counter() - writer.started
         writer.score = one.score
         writer.pieces = [text + held]
         yield writer.row.number, text + held
+    return [writer for _, writer in pairs]
 
 
 def _writers(
@@ -230,6 +246,10 @@ def _writers(
     found = []
     for j in range(options.n):
         own = None if options.constrain is None else options.constrain()
+        require(
+            own is None or isinstance(own, Constraint),
+            f"constraint made {own!r:.60}: it makes an object with mask(), advance(token), done.",
+        )
         number = i * options.n + j
         row = Row(
             number, prompt, sampling, sampling.max_new_tokens, j, own, options.log_probabilities
