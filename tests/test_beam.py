@@ -20,7 +20,6 @@ from clearhead.generate.batch import by_length, decode_batch, decode_rows, encod
 from clearhead.generate.beam import Beam, beam_search
 from clearhead.generate.decode import Sampling, decode_tokens
 from clearhead.generate.rules import Rules
-from clearhead.generate.translate import search_texts
 from clearhead.models.base import EncoderDecoder
 from clearhead.text.trained import train_tokenizer
 from clearhead.weights.hf import load_hf
@@ -486,15 +485,12 @@ def test_translations_come_in_the_order_given(model, beams):
 
 
 def test_the_best_few_of_each_text_with_their_scores(model):
-    texts = ["the cat", "", "the log sat"]
-    beam = Beam(4, max_new_tokens=9, best=3, stop=frozenset({8}))
-    found = search_texts(model.net, model.tokenizer, texts, beam, [1], MAX_LEN, capped=False)
-    assert [len(each) for each in found] == [3, 0, 3]
-    first = model.translate(texts, beams=4, max_new_tokens=9)
-    assert [model.tokenizer.decode(each[0].ids) for each in (found[0], found[2])] == [
-        first[0],
-        first[2],
-    ]
+    texts = ["the cat", "the log sat"]
+    found = model.generate(texts, beams=4, n=3, max_new_tokens=9, details=True)
+    assert [len(each) for each in found] == [3, 3]
+    assert [each[0].text for each in found] == model.translate(texts, beams=4, max_new_tokens=9)
+    for each in found:
+        assert each[0].score > each[1].score > each[2].score
 
 
 def test_a_translation_is_as_long_as_its_source_and_fifty_more(model):

@@ -137,10 +137,7 @@ class Model:
         """
         many = [prompt] if isinstance(prompt, str) else list(prompt)
         options, ids, sources = self._request(many, settings)
-        found = whole(self._write(ids, options, sources))
-        texts = [
-            _result(found[i : i + options.n], options) for i in range(0, len(found), options.n)
-        ]
+        texts = [_result(each, options) for each in whole(self._write(ids, options, sources))]
         return texts[0] if isinstance(prompt, str) else texts
 
     def stream(self, prompt: str, **settings: Any) -> Iterator[str]:
@@ -164,7 +161,7 @@ class Model:
         ids = tokenizer.encode(tokenizer.chat(messages), special=False)
         check_ids(torch.tensor(ids), self.config.vocab_size)
         options = self._options(settings)
-        return _result(whole(self._write([ids], options)), options)
+        return _result(whole(self._write([ids], options))[0], options)
 
     def fill(self, text: str | Sequence[str], best: int = 5) -> Any:
         """The likeliest tokens behind each [MASK] of a text (an encoder with a masked_lm head): a
@@ -365,7 +362,7 @@ class Model:
 
     def _write(
         self, ids: list[list[int]], options: Options, sources: list[list[int]] | None = None
-    ) -> Generator[Piece, None, list[Written]]:
+    ) -> Generator[Piece, None, list[list[Written]]]:
         kept = self.prefixes if options.remember else None
         target, most = self._tokenizer().target, self.config.max_len
         return write_texts(self._quick(self.net), target, ids, options, most, sources, kept)
@@ -379,7 +376,7 @@ class Model:
             try:
                 yield next(pieces)[1]
             except StopIteration as end:
-                return end.value[0]
+                return end.value[0][0]
 
     def _start_ids(self) -> list[int]:
         """What an encoder-decoder's target starts with: never the begin token alone."""

@@ -10,31 +10,19 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import dataclass
-from typing import Annotated
 
-from tyro.conf import Positional, arg
-
+from clearhead.cli.texts import TextArgs
 from clearhead.errors import require
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(TextArgs):
     """What `clearhead classify` takes."""
 
-    model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")]
-    """A run's folder, a model's folder or file, or a hub name."""
-    texts: Annotated[
-        Positional[tuple[str, ...]], arg(metavar="[TEXT ...]", help_behavior_hint="")
-    ] = ()
-    """What to classify; none: standard input."""
-    file: str | None = None
-    """A file with a text a line."""
     second: str | None = None
     """The other text, where labels are about two."""
     best: int = 1
     """How many labels to print, the likeliest first."""
-    json: bool = False
-    """Print an object a line, with all labels."""
     stats: bool = False
     """Say at the end how fast it was."""
 

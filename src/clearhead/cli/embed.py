@@ -11,10 +11,9 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from tyro.conf import Positional, arg
-
+from clearhead.cli.texts import TextArgs
 from clearhead.errors import require
 
 if TYPE_CHECKING:
@@ -24,21 +23,11 @@ SHOWN = 20  # texts that are compared with each other on a screen
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(TextArgs):
     """What `clearhead embed` takes."""
 
-    model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")]
-    """A run's folder, a model's folder or file, or a hub name."""
-    texts: Annotated[
-        Positional[tuple[str, ...]], arg(metavar="[TEXT ...]", help_behavior_hint="")
-    ] = ()
-    """What to embed; none: standard input."""
-    file: str | None = None
-    """A file with a text a line."""
     out: str | None = None
     """Write the vectors here (.npy), one row a text."""
-    json: bool = False
-    """Print the vectors, an object a line."""
     stats: bool = False
     """Say at the end how fast it was."""
 

@@ -7,27 +7,16 @@ input is read, a text a line.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Annotated
 
-from tyro.conf import Positional, arg
+from clearhead.cli.texts import TextArgs
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(TextArgs):
     """What `clearhead fill` takes."""
 
-    model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")]
-    """A run's folder, a model's folder or file, or a hub name."""
-    texts: Annotated[
-        Positional[tuple[str, ...]], arg(metavar="[TEXT ...]", help_behavior_hint="")
-    ] = ()
-    """Texts with masks; none: standard input."""
-    file: str | None = None
-    """A file with a text a line."""
     best: int = 5
     """How many tokens a mask, the likeliest first."""
-    json: bool = False
-    """Print an object a mask."""
 
 
 def run(args: Args) -> None:

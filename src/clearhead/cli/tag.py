@@ -7,25 +7,13 @@ read, a sentence a line, its words parted by blanks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
-from tyro.conf import Positional, arg
+from clearhead.cli.texts import TextArgs
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(TextArgs):
     """What `clearhead tag` takes."""
-
-    model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")]
-    """A run's folder, a model's folder or file, or a hub name."""
-    texts: Annotated[
-        Positional[tuple[str, ...]], arg(metavar="[TEXT ...]", help_behavior_hint="")
-    ] = ()
-    """Sentences; none: standard input."""
-    file: str | None = None
-    """A file with a sentence a line."""
-    json: bool = False
-    """Print an object a line."""
 
 
 def run(args: Args) -> None:

@@ -5,12 +5,31 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from tyro.conf import Positional, arg
 
 from clearhead.errors import ClearheadError, require
 
 CHUNK = 256  # texts that are worked on before the first of them are printed
+
+
+@dataclass(frozen=True)
+class TextArgs:
+    """What every command takes that gives an answer a text."""
+
+    model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")]
+    """A run's folder, a model's folder or file, or a hub name."""
+    texts: Annotated[
+        Positional[tuple[str, ...]], arg(metavar="[TEXT ...]", help_behavior_hint="")
+    ] = ()
+    """The texts; none: standard input, a text a line."""
+    file: str | None = None
+    """A file with a text a line."""
+    json: bool = False
+    """Print an object a text."""
 
 
 def read_texts(words: Sequence[str], file: str | None) -> list[str]:

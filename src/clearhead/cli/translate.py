@@ -9,29 +9,18 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import dataclass
-from typing import Annotated
 
-from tyro.conf import Positional, arg
+from clearhead.cli.texts import TextArgs
 
 
 @dataclass(frozen=True)
-class Args:
+class Args(TextArgs):
     """What `clearhead translate` takes."""
 
-    model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")]
-    """A run's folder, a model's folder or file, or a hub name."""
-    texts: Annotated[
-        Positional[tuple[str, ...]], arg(metavar="[TEXT ...]", help_behavior_hint="")
-    ] = ()
-    """What to translate; none: standard input."""
-    file: str | None = None
-    """A file with a text a line."""
     beams: int | None = None
     """Translations that are followed at once; none: what the model came with, or 5."""
     length_penalty: float | None = None
     """Above 1 favours long texts; none: what the model came with, or 1."""
-    json: bool = False
-    """Print an object a line."""
     stats: bool = False
     """Say at the end how fast it was."""
 

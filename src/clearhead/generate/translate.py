@@ -12,7 +12,7 @@ from typing import Any
 
 from clearhead.errors import require
 from clearhead.generate.batch import by_length, decode_batch, encode_sources
-from clearhead.generate.beam import Beam, Hypothesis, beam_search
+from clearhead.generate.beam import Beam, beam_search
 from clearhead.generate.sampling import Sampling
 
 EXTRA = 50
@@ -37,26 +37,6 @@ def translate_texts(
     for batch in _batches(tokenizer.encode_batch(texts), beam, batch_tokens, capped):
         for i, ids in zip(batch.rows, _best(net, batch, beam, start, max_len), strict=True):
             found[i] = tokenizer.target.decode(ids)
-    return found
-
-
-def search_texts(
-    net: Any,
-    tokenizer: Any,
-    texts: Sequence[str],
-    beam: Beam,
-    start: Sequence[int],
-    max_len: int,
-    batch_tokens: int = 4096,
-    capped: bool = True,
-) -> list[list[Hypothesis]]:
-    """The `beam.best` hypotheses of each text with their scores, the best first; a text without
-    tokens has none. Otherwise as `translate_texts`.
-    """
-    found: list[list[Hypothesis]] = [[] for _ in texts]
-    for batch in _batches(tokenizer.encode_batch(texts), beam, batch_tokens, capped):
-        for i, each in zip(batch.rows, _search(net, batch, beam, start, max_len), strict=True):
-            found[i] = each
     return found
 
 
@@ -92,17 +72,11 @@ def _batches(
 def _best(
     net: Any, batch: _Batch, beam: Beam, start: Sequence[int], max_len: int
 ) -> list[list[int]]:
+    memory, prompts = encode_sources(net, batch.sources), [list(start)] * len(batch.rows)
     if beam.width > 1:
-        return [found[0].ids for found in _search(net, batch, beam, start, max_len)]
+        found = beam_search(net, prompts, beam, max_len, memory, batch.limits)
+        return [hypotheses[0].ids for hypotheses in found]
     # Without the book-keeping. The same texts, unless there is a repetition penalty: it is one of
     # logits here, and one of log-probabilities in a search.
     sampling = Sampling(beam.max_new_tokens, stop=beam.stop, never=beam.never, rules=beam.rules)
-    memory, prompts = encode_sources(net, batch.sources), [list(start)] * len(batch.rows)
     return decode_batch(net, prompts, sampling, max_len, memory, batch.limits)
-
-
-def _search(
-    net: Any, batch: _Batch, beam: Beam, start: Sequence[int], max_len: int
-) -> list[list[Hypothesis]]:
-    memory, prompts = encode_sources(net, batch.sources), [list(start)] * len(batch.rows)
-    return beam_search(net, prompts, beam, max_len, memory, batch.limits)

@@ -140,9 +140,10 @@ def write_texts(
     max_len: int,
     sources: Sequence[Sequence[int]] | None = None,
     prefixes: Prefixes | None = None,
-) -> Generator[Piece, None, list[Written]]:
+) -> Generator[Piece, None, list[list[Written]]]:
     """The texts of all prompts, `options.n` of each, in pieces (row, text) as they come; returns
-    them whole, in the order given. Of one prompt beams may find fewer, where groups find the same.
+    those of each prompt whole, in the order given. Beams may find fewer, where groups find the
+    same.
 
     Prompts are worked on in batches of similar length; `sources` are those of an encoder-decoder.
     """
@@ -163,12 +164,6 @@ def write_texts(
         ]
         if isinstance(options.way, Beam):
             books = _search(net, own, options, max_len, their)
-            fewest = min(map(len, books))
-            require(
-                len(prompts) == 1 or fewest == options.n,
-                f"Only {fewest} of {options.n} texts were found of a prompt: ask for fewer (n), or "
-                "give the prompts one by one, where fewer may come back.",
-            )
             writers = yield from _beams(books, writers, options, tokenizer)
         else:
             steps = _steps(
@@ -176,7 +171,10 @@ def write_texts(
             )
             yield from _pieces(steps, {writer.row.number: writer for writer in writers}, max_len)
         done |= {writer.row.number: writer.written() for writer in writers}
-    return [done[i] for i in sorted(done)]
+    found: list[list[Written]] = [[] for _ in prompts]
+    for number in sorted(done):
+        found[number // options.n].append(done[number])
+    return found
 
 
 def _steps(
@@ -276,8 +274,8 @@ def _pieces(
             )
 
 
-def whole(pieces: Generator[Any, None, list[Written]]) -> list[Written]:
-    """All texts, when nobody wants the pieces."""
+def whole(pieces: Generator[Any, None, list[list[Written]]]) -> list[list[Written]]:
+    """All texts of each prompt, when nobody wants the pieces."""
     while True:
         try:
             next(pieces)
