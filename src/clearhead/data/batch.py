@@ -64,6 +64,13 @@ class Batch:
             self, inputs=inputs, targets=self.targets[own], places=places, count=count
         )
 
+    def twice(self) -> Batch:
+        """Every row a second time, behind all the others; what is asked stays as it is."""
+        rows = torch.arange(self.inputs[0].shape[0], device=self.inputs[0].device).repeat(2)
+        places = {name: _rows(value, rows) for name, value in self.places.items()}
+        inputs = tuple(tensor[rows] for tensor in self.inputs)
+        return dataclasses.replace(self, inputs=inputs, places=places)
+
 
 def _rows(value: Any, rows: Tensor) -> Any:
     """Some rows of a tensor, or of positions (of which one row may stand for all)."""

@@ -75,8 +75,15 @@ class FamilyConfig(Spec):
                 size is None or size <= LARGEST,
                 f"{name} is {size}, more than any model has: the settings are damaged.",
             )
-        rate = getattr(self, "dropout", 0.0)
-        require(0 <= rate < 1, f"dropout must be in [0, 1), not {rate}.")
+        for name in ("dropout", "attention_dropout"):
+            rate = getattr(self, name, None) or 0.0
+            require(0 <= rate < 1, f"{name} must be in [0, 1), not {rate}.")
+
+    @property
+    def pattern_dropout(self) -> float:
+        """The rate on attention weights."""
+        own: float | None = getattr(self, "attention_dropout", None)
+        return getattr(self, "dropout", 0.0) if own is None else own
 
     def network(self) -> Net:
         """The network with weights as PyTorch leaves them."""

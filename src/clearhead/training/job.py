@@ -24,6 +24,7 @@ from clearhead.text.trained import train_tokenizer
 from clearhead.training.figures import check_metric
 from clearhead.training.lora import add_lora
 from clearhead.training.optim import freeze
+from clearhead.training.rdrop import SUITED
 from clearhead.training.recipe import Ready, Recipe
 from clearhead.training.room import check_weights
 from clearhead.training.schedule import Noam
@@ -87,6 +88,7 @@ def prepare(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Job:
     corpus = open_corpus(data.source, data.valid, data.test, data.split, data.limit)
     objective = data.objective.prepare(corpus)
     check_metric(recipe.eval.metric, objective.kind)
+    _check_rdrop(recipe, objective)
     start: Model | None = None
     drawn: tuple[str, ...] = ()
     if recipe.model.source:
@@ -105,6 +107,15 @@ def prepare(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Job:
     valid = make_store(corpus, "valid", objective, tokenizer)
     mark = _hash(corpus.fingerprint, _vocabularies(tokenizer))
     return Job(recipe, objective, model, stream, valid, length, drawn, mark)
+
+
+def _check_rdrop(recipe: Recipe, objective: Objective) -> None:
+    """Two passes can be compared where each target is asked by a distribution."""
+    require(
+        not recipe.train.rdrop or objective.ask in SUITED,
+        f"train.rdrop compares predictions of tokens, labels or tags, and {objective.kind} asks "
+        "for none: leave it out.",
+    )
 
 
 def _length(recipe: Recipe, model: Model) -> int:

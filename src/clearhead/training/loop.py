@@ -23,6 +23,7 @@ import torch
 from clearhead.data.batch import Batch
 from clearhead.data.batches import prefetch
 from clearhead.errors import ClearheadError, require
+from clearhead.memory import keep_freed_memory
 from clearhead.model import Model
 from clearhead.training.average import EMA, EMAConfig, LastConfig, swapped
 from clearhead.training.checkpoint import newest, prune, regular, step_of, write_checkpoint
@@ -58,6 +59,8 @@ class Trainer:
         self.device = own_device(pick_device(train.machine))
         self.world = World.join(self.device)
         check_processes(job, self.world)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.net = job.model.net.to(self.device)
         if train.machine.shard and self.world.size > 1:
             share_out(self.net, train)
@@ -70,8 +73,9 @@ class Trainer:
         self.scaler = loss_scaler(train.machine, self.device)
         if train.machine.recompute:
             recompute_blocks(self.net)
-        copied: Any = self.world.copied(self.net, self.device)
-        self.forward: Any = torch.compile(copied) if train.machine.compile else copied
+        self.forward: Any = self.world.copied(self.net, self.device)
+        # Kernels that are made for the network have its loss in them.
+        self.loss: Any = torch.compile(batch_loss) if train.machine.compile else batch_loss
         self.done = 0
         self.tokens = 0
         self.seconds = 0.0
@@ -168,8 +172,12 @@ class Trainer:
             dice = thrown(train.seed, number * train.accumulate + i, world.rank, self.device)
             with torch.enable_grad(), self._exchange(last), dice:
                 with autocast(train.machine, self.device):
-                    loss = batch_loss(
-                        self.forward, part, self.job.objective.ask, train.label_smoothing
+                    loss = self.loss(
+                        self.forward,
+                        part,
+                        self.job.objective.ask,
+                        train.label_smoothing,
+                        train.rdrop,
                     )
                 # The processes' gradients are averaged: times their number that is a sum.
                 loss = loss * (world.size / count if part.count else 0.0)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from clearhead.data.batch import IGNORED, Batch
 from clearhead.errors import require
+from clearhead.training.rdrop import rdrop_loss
 
 TEMPERATURE = 0.05
 
@@ -108,9 +109,12 @@ LOSSES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
 
 
 def batch_loss(
-    net: Callable[..., Tensor], batch: Batch, ask: str, smoothing: float = 0.0
+    net: Callable[..., Tensor], batch: Batch, ask: str, smoothing: float = 0.0, rdrop: float = 0.0
 ) -> Tensor:
     """The network's loss on a batch, summed over `batch.count` targets."""
     require(ask in LOSSES, f'There is no loss "{ask}". There are: {", ".join(LOSSES)}.')
+    if rdrop:
+        twice = batch.twice()
+        return rdrop_loss(net(*twice.inputs, **twice.places), batch.targets, smoothing, rdrop)
     output = net(*batch.inputs, **batch.places)
     return LOSSES[ask](output, batch.targets, smoothing)

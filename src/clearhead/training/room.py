@@ -63,6 +63,7 @@ def predict_need(job: Job, device: torch.device, processes: int = 1) -> Need:
     both = {"source_length": length} if isinstance(net, EncoderDecoder) else {}
     cost = predict(net, batch=1, length=length, dtype=torch.float32, **both)
     row = _kept(recipe, cost, device, job) + 3 * cost.memory.logits
+    row *= 2 if recipe.train.rdrop else 1
     return Need(state, max(1, row), -(-rows // processes))
 
 
@@ -74,7 +75,7 @@ def rows_of(recipe: Recipe, length: int) -> int:
 
 def _kept(recipe: Recipe, cost: Cost, device: torch.device, job: Job) -> int:
     machine = recipe.train.machine
-    written = device.type == "cpu" and bool(getattr(job.model.config, "dropout", 0.0))
+    written = device.type == "cpu" and bool(job.model.config.pattern_dropout)
     name = "activations_written" if written else "activations"
     layers = [getattr(share, name) for layer, share in cost.by_layer().items() if layer]
     kept = int(getattr(cost.memory, name))

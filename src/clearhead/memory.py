@@ -1,0 +1,26 @@
+"""Memory that is given back is kept for the next step.
+
+glibc asks the system for every large block and gives it back when it is freed. The system fills it
+with zeros, page by page, at each step anew: a training step of a small model with many words spends
+a quarter of its time there. After `keep_freed_memory` freed blocks stay with the process, which at
+its peak takes no more than before. Where there is no glibc nothing happens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+TRIM_THRESHOLD, MMAP_MAX = -1, -4  # mallopt(3)
+NEVER = 2**31 - 1
+
+
+def keep_freed_memory() -> bool:
+    """Ask glibc to keep what is freed; whether it will."""
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):  # another C library
+        return False
+    return bool(mallopt(MMAP_MAX, 0) and mallopt(TRIM_THRESHOLD, NEVER))
