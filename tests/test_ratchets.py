@@ -26,7 +26,7 @@ MAX_LINES, MAX_CONSTRUCTOR, MAX_FORWARD = 500, 12, 6
 # Who may import whom: a line may import from those above it, and its parts not from each other.
 ORDER = [
     {"errors"},
-    {"config", "tap"},
+    {"config", "tap", "memory", "paths"},
     {"attention"},
     {"layers"},
     {"models"},

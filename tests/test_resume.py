@@ -91,6 +91,7 @@ CHANGES: dict[str, Any] = {
     "recompute": {"train.machine.recompute": True},
     "layer decay and freezing": {"optim.layer_decay": 0.8, "optim.freeze": ["embed.*"]},
     "lora": {"train.lora": {"rank": 2, "targets": ["*.q_proj"]}},
+    "rdrop": {"optim.rdrop": 5.0},
     "buckets": pairs,
     "endless": made,
 }

@@ -21,6 +21,7 @@ from clearhead.models.family import FamilyConfig, family
 from clearhead.models.heads import PoolingConfig
 from clearhead.models.hf import OUR_LAYOUT
 from clearhead.models.presets import PRESETS, Preset, resolve
+from clearhead.paths import looks_like_path
 from clearhead.sources import open_with_head
 from clearhead.text.foreign import gguf_metadata
 from clearhead.weights.folder import CONFIG, OWN_FILES, WEIGHTS, refuse_full, whole_folder
@@ -77,15 +78,10 @@ def load(
     for the bare states. What the model does not have of it is drawn from `seed`.
     """
     path = Path(source).expanduser()
-    if not path.exists() and not _looks_like_path(str(source)):
+    if not path.exists() and not looks_like_path(str(source)):
         path = fetch(str(source), revision)
     model, said = open_with_head(path, head, labels, seed)
     return (model, said) if report else model
-
-
-def _looks_like_path(source: str) -> bool:
-    """Whether a name that is not there was meant as a path and not as a model of the hub."""
-    return source.startswith((".", "/", "~")) or source.count("/") > 1 or source.endswith("/")
 
 
 def export(

@@ -2,8 +2,8 @@
 
 glibc asks the system for every large block and gives it back when it is freed. The system fills it
 with zeros, page by page, at each step anew: a training step of a small model with many words spends
-a quarter of its time there. After `keep_freed_memory` freed blocks stay with the process, which at
-its peak takes no more than before. Where there is no glibc nothing happens.
+a quarter of its time there. After `keep_freed_memory` freed blocks stay with the process for the
+next ones; its peak may grow by a few of the largest. Where there is no glibc nothing happens.
 """
 
 from __future__ import annotations

@@ -173,10 +173,12 @@ class Rotary(nn.Module):
 
     def reset(self) -> None:
         """Compute the frequencies (again: a model that was made on the meta device has none)."""
-        frequencies = _frequencies(self.theta, self.width, self.frequencies.device)
+        own = self.frequencies.device
+        # Not on the meta device itself, where the first number would import a compiler.
+        frequencies = _frequencies(self.theta, self.width, _real(own))
         if self.scaling is not None:
             frequencies, self.factor = self.scaling.stretch(frequencies, self.theta, self.width)
-        self.frequencies = frequencies
+        self.frequencies = frequencies.to(own)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Moved like any module, but never cast: angles in half precision are wrong far out."""
@@ -247,6 +249,10 @@ def _frequencies(theta: float, width: int, device: torch.device) -> Tensor:
     return 1.0 / theta ** (
         torch.arange(0, width, 2, dtype=torch.int64, device=device).float() / width
     )
+
+
+def _real(device: torch.device) -> torch.device:
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 def _turn(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:

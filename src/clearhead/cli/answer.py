@@ -34,7 +34,7 @@ def run(args: Args) -> None:
     """Load, answer, print."""
     from dataclasses import asdict
 
-    from clearhead.api import load
+    from clearhead.cli.models import open_model
     from clearhead.cli.texts import read_whole, say_json
 
     require(
@@ -43,7 +43,7 @@ def run(args: Args) -> None:
     )
     context = read_whole(args.file) if args.context is None else args.context
     require(bool(context.strip()), "There is no text to look for the answer in: --context TEXT.")
-    found = load(args.model).answer(args.question, context)
+    found = open_model(args.model).answer(args.question, context)
     if args.json:
         say_json(question=args.question, **asdict(found))
     else:

@@ -29,12 +29,12 @@ class Args(TextArgs):
 
 def run(args: Args) -> None:
     """Load, classify, print."""
-    from clearhead.api import load
+    from clearhead.cli.models import open_model
     from clearhead.cli.texts import chunks, read_texts, say_json
 
     require(args.best >= 1, f"--best is how many labels are printed: 1 or more, not {args.best}.")
     texts = read_texts(args.texts, args.file)
-    model = load(args.model)
+    model = open_model(args.model)
     begun = time.perf_counter()
     for some in chunks(texts):
         for text, found in zip(some, model.classify([_asked(t, args) for t in some]), strict=True):

@@ -36,7 +36,7 @@ def run(args: Args) -> None:
     """Load, embed, print."""
     import torch
 
-    from clearhead.api import load
+    from clearhead.cli.models import open_model
     from clearhead.cli.texts import chunks, read_texts, say_json
 
     if args.out is not None:
@@ -46,7 +46,7 @@ def run(args: Args) -> None:
             f'"{out}" cannot be written: name a file, in a folder that is there.',
         )
     texts = read_texts(args.texts, args.file)
-    model = load(args.model)
+    model = open_model(args.model)
     begun, parts = time.perf_counter(), []
     for some in chunks(texts):
         vectors = model.embed(list(some))

@@ -46,7 +46,7 @@ def run(args: Args) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from clearhead.api import load
+    from clearhead.cli.models import open_model
     from clearhead.data.corpus import open_corpus
     from clearhead.data.objectives import read_objective
     from clearhead.errors import require
@@ -63,7 +63,7 @@ def run(args: Args) -> None:
         args.data is not None or recipe is not None,
         f"{args.model} is no run, so it has no data of its own: clearhead eval MODEL DATA",
     )
-    model = load(args.model)
+    model = open_model(args.model)
     require(model.tokenizer is not None, f"{args.model} has no tokeniser, so it reads no text.")
     if args.data is not None:
         corpus = open_corpus(args.data, split=0)

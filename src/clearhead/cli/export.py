@@ -31,12 +31,13 @@ def run(args: Args) -> None:
     """Load the model and write it."""
     from rich.console import Console
 
-    from clearhead.api import export, load
+    from clearhead.api import export
+    from clearhead.cli.models import open_model
     from clearhead.weights.folder import refuse_full
     from clearhead.weights.hf import lacks_pooler
 
     refuse_full(args.out, args.overwrite)
-    model = load(args.model)
+    model = open_model(args.model)
     with Console(stderr=True).status(f"writing {args.out}"):
         export(model, args.out, to=args.to, dtype=args.dtype, overwrite=args.overwrite)
     opens = {"hf": _transformers, "onnx": _onnxruntime, "gguf": "llama-cli -m {}".format}

@@ -57,7 +57,7 @@ class Args:
 
 def run(args: Args) -> None:
     """Load and write."""
-    from clearhead.api import load
+    from clearhead.cli.models import open_model
     from clearhead.cli.texts import read_whole, say_json
 
     require(
@@ -65,7 +65,7 @@ def run(args: Args) -> None:
         "The prompt was given twice: as an argument, and with --file.",
     )
     settings = _settings(args)
-    model = load(args.model)
+    model = open_model(args.model)
     prompt = read_whole(args.file) if args.prompt is None else args.prompt
     with _aside():
         if args.json or args.n > 1:

@@ -6,6 +6,7 @@ function `run(args)`. Nothing on the way to `--help` may import torch, which tak
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     debug = os.environ.get("CLEARHEAD_DEBUG", "") not in ("", "0")
     _let_any_text_print()
+    gc.set_threshold(50_000, 20, 20)  # importing torch makes a million objects, and none is waste
     try:
         code = _dispatch(words)
         sys.stdout.flush()  # a closed pipe must show here, where it is caught, and not at exit

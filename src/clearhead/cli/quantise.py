@@ -39,7 +39,7 @@ def run(args: Args) -> None:
     """Load, pack, measure, write."""
     from rich.console import Console
 
-    from clearhead.api import load
+    from clearhead.cli.models import open_model
     from clearhead.fast.compile import told
     from clearhead.weights.folder import WEIGHTS, refuse_full
 
@@ -47,7 +47,7 @@ def run(args: Args) -> None:
     text = None if args.data is None else _read(args.data)
     console = Console(stderr=True)
     with told(lambda said: console.print(said, style="dim")):
-        model = load(args.model)
+        model = open_model(args.model)
         if text is not None:
             _check_reads(model)
         with console.status(f"rounding to {args.to}"):

@@ -18,11 +18,11 @@ class Args(TextArgs):
 
 def run(args: Args) -> None:
     """Load, tag, print."""
-    from clearhead.api import load
+    from clearhead.cli.models import open_model
     from clearhead.cli.texts import read_texts, say_json
 
     texts = read_texts(args.texts, args.file)
-    model = load(args.model)
+    model = open_model(args.model)
     for text in texts:
         found = model.tag(text)
         if args.json:

@@ -27,11 +27,11 @@ class Args(TextArgs):
 
 def run(args: Args) -> None:
     """Load, translate, print."""
-    from clearhead.api import load
+    from clearhead.cli.models import open_model
     from clearhead.cli.texts import chunks, read_texts, say_json
 
     texts = read_texts(args.texts, args.file)
-    model = load(args.model)
+    model = open_model(args.model)
     known = model.companions.get("generation_config.json", {})
     beams = (known.get("num_beams") or 5) if args.beams is None else args.beams
     begun, written = time.perf_counter(), 0

@@ -39,6 +39,12 @@ def told(listener: Callable[[str], None]) -> Any:
         _listeners.remove(listener)
 
 
+def tell(sentence: str) -> None:
+    """Say it to whoever listens."""
+    for listener in _listeners:
+        listener(sentence)
+
+
 @functools.cache
 def available() -> bool:
     """Whether products can be compiled here; it imports nothing of LLVM."""
@@ -121,8 +127,7 @@ def _kept(path: Path, form: str, shape: Any, machine: Any) -> bytes:
         code = path.read_bytes()
         if hashlib.sha256(code[:-32]).digest() == code[-32:]:  # whole
             return code[:-32]
-    for tell in _listeners:
-        tell(f"compiling the {form} product for this processor, once")
+    tell(f"compiling the {form} product for this processor, once")
     code = compiled_code(form, shape, machine)
     with contextlib.suppress(OSError):  # a disk that cannot be written to costs time, no more
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -54,9 +54,7 @@ class Config(FamilyConfig, kind="bert"):
     max_len: int = 512
     """How many positions the model has."""
     dropout: float = 0.1
-    """On embeddings, sublayers and, unless they have their own rate, attention weights."""
-    attention_dropout: float | None = None
-    """On attention weights; None: as `dropout`. With 0 the fused kernel runs, which is faster."""
+    """On embeddings, sublayers and attention weights."""
     token_types: int = 2
     """How many segments; 0: none (DistilBERT)."""
     position: AddedPosition | AttentionPosition | None = LearnedConfig()
@@ -86,7 +84,7 @@ class Config(FamilyConfig, kind="bert"):
         geometry = Geometry(self.d_model, self.n_heads)
         return StackConfig(
             self.n_layers,
-            (AttentionConfig(geometry, position=inside, dropout=self.pattern_dropout),),
+            (AttentionConfig(geometry, position=inside, dropout=self.dropout),),
             PlainFFNConfig(self.d_ff or 4 * self.d_model, self.activation),
             self.norm,
             placement="post",
@@ -221,7 +219,7 @@ def body_to_hf(config: Config, heads: Mapping[str, str], name: str) -> dict[str,
         "intermediate_size": config.d_ff or 4 * config.d_model,
         "max_position_embeddings": config.max_len,
         "hidden_dropout_prob": config.dropout,
-        "attention_probs_dropout_prob": config.pattern_dropout,
+        "attention_probs_dropout_prob": config.dropout,
         "type_vocab_size": config.token_types,
         "layer_norm_eps": config.norm.eps,
         "hidden_act": to_hf_activation(config.activation),

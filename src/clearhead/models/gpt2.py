@@ -59,9 +59,7 @@ class Config(FamilyConfig, kind="gpt2"):
     max_len: int = 1024
     """How many positions the model has."""
     dropout: float = 0.0
-    """On embeddings, sublayers and, unless they have their own rate, attention weights."""
-    attention_dropout: float | None = None
-    """On attention weights; None: as `dropout`. With 0 the fused kernel runs, which is faster."""
+    """On embeddings, sublayers and attention weights."""
     position: AddedPosition | AttentionPosition | None = LearnedConfig()
     """How positions enter."""
     norm: NormConfig = LayerNormConfig()
@@ -83,7 +81,7 @@ class Config(FamilyConfig, kind="gpt2"):
             Geometry(self.d_model, self.n_heads, self.n_kv_heads),
             mask=Causal(),
             position=inside,
-            dropout=self.pattern_dropout,
+            dropout=self.dropout,
         )
         ffn = PlainFFNConfig(self.d_ff or 4 * self.d_model, self.activation)
         return StackConfig(self.n_layers, (attention,), ffn, self.norm, dropout=self.dropout)
@@ -179,7 +177,7 @@ def to_hf(config: Config) -> dict[str, Any]:
         "n_ctx": config.max_len,
         "resid_pdrop": config.dropout,
         "embd_pdrop": config.dropout,
-        "attn_pdrop": config.pattern_dropout,
+        "attn_pdrop": config.dropout,
         "layer_norm_epsilon": norm.eps,
         "activation_function": to_hf_activation(config.activation),
         "tie_word_embeddings": config.head is None or config.head.tied,

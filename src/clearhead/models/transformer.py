@@ -48,9 +48,7 @@ class Config(FamilyConfig, kind="transformer"):
     max_len: int = 512
     """How many positions the model is made for."""
     dropout: float = 0.1
-    """On embeddings, sublayers and, unless they have their own rate, attention weights."""
-    attention_dropout: float | None = None
-    """On attention weights; None: as `dropout`. With 0 the fused kernel runs, which is faster."""
+    """On embeddings, sublayers and attention weights."""
     position: AddedPosition | AttentionPosition | None = SinusoidalConfig()
     """How positions enter."""
     placement: Placement = "post"
@@ -77,14 +75,13 @@ class Config(FamilyConfig, kind="transformer"):
         _, inside = split_position(self.position, self.max_len)
         geometry = Geometry(self.d_model, self.n_heads)
         mask = Causal() if decoder else All()
-        rate = self.pattern_dropout
-        attention = AttentionConfig(geometry, mask=mask, position=inside, dropout=rate)
+        attention = AttentionConfig(geometry, mask=mask, position=inside, dropout=self.dropout)
         return StackConfig(
             self.n_layers,
             (attention,),
             PlainFFNConfig(self.d_ff or 4 * self.d_model, self.activation),
             placement=self.placement,
-            cross=AttentionConfig(geometry, dropout=rate) if decoder else None,
+            cross=AttentionConfig(geometry, dropout=self.dropout) if decoder else None,
             final_norm=self.placement != "post",
             dropout=self.dropout,
         )

@@ -112,8 +112,8 @@ def prepare(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Job:
 def _check_rdrop(recipe: Recipe, objective: Objective) -> None:
     """Two passes can be compared where each target is asked by a distribution."""
     require(
-        not recipe.train.rdrop or objective.ask in SUITED,
-        f"train.rdrop compares predictions of tokens, labels or tags, and {objective.kind} asks "
+        not recipe.optim.rdrop or objective.ask in SUITED,
+        f"optim.rdrop compares predictions of tokens, labels or tags, and {objective.kind} asks "
         "for none: leave it out.",
     )
 

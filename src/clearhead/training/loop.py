@@ -177,7 +177,7 @@ class Trainer:
                         part,
                         self.job.objective.ask,
                         train.label_smoothing,
-                        train.rdrop,
+                        self.recipe.optim.rdrop,
                     )
                 # The processes' gradients are averaged: times their number that is a sum.
                 loss = loss * (world.size / count if part.count else 0.0)

@@ -53,6 +53,8 @@ class OptimConfig(Spec, kind="optim"):
     """With Muon: the rate of what is no matrix inside a block."""
     layer_decay: float = 1.0
     """The rate of each block as a part of that of the block above."""
+    rdrop: float = 0.0
+    """How strongly two passes with other dropout are drawn together (R-Drop's alpha); 0: one."""
     freeze: tuple[str, ...] = ()
     """Parameters that stay as they are: names or globs, `embed.*`, `stack.blocks.[0-3].*`."""
 
@@ -62,6 +64,7 @@ class OptimConfig(Spec, kind="optim"):
         require(self.warmup >= 0, f"optim.warmup must be 0 or more steps, not {self.warmup}.")
         require(self.weight_decay >= 0, "optim.weight_decay must be 0 or more.")
         require(self.clip >= 0, f"optim.clip must be 0 (never) or more, not {self.clip}.")
+        require(self.rdrop >= 0, f"optim.rdrop must be 0 or more, not {self.rdrop}.")
         require(len(self.betas) in (0, 2), f"optim.betas are two numbers, not {self.betas}.")
         require(
             all(0 <= beta < 1 for beta in self.betas), f"optim.betas are in [0, 1): {self.betas}."

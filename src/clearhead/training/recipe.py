@@ -154,8 +154,6 @@ class TrainConfig(Spec, kind="train"):
     """Stop after so many evaluations without a new best, and take the best; None: never."""
     label_smoothing: float = 0.0
     """The part of the target that is spread over all tokens."""
-    rdrop: float = 0.0
-    """How strongly two passes with other dropout are drawn together (R-Drop's alpha); 0: one."""
     average: AverageConfig | None = None
     """Which weights are given in the end; None: the last."""
     lora: LoRAConfig | None = None
@@ -176,7 +174,6 @@ class TrainConfig(Spec, kind="train"):
             0 <= self.label_smoothing < 1,
             f"train.label_smoothing is in [0, 1), not {self.label_smoothing}.",
         )
-        require(self.rdrop >= 0, f"train.rdrop must be 0 or more, not {self.rdrop}.")
         require(
             self.patience is None or self.patience >= 1,
             f"train.patience must be 1 or more, not {self.patience}.",

@@ -63,7 +63,7 @@ def predict_need(job: Job, device: torch.device, processes: int = 1) -> Need:
     both = {"source_length": length} if isinstance(net, EncoderDecoder) else {}
     cost = predict(net, batch=1, length=length, dtype=torch.float32, **both)
     row = _kept(recipe, cost, device, job) + 3 * cost.memory.logits
-    row *= 2 if recipe.train.rdrop else 1
+    row *= 2 if recipe.optim.rdrop else 1
     return Need(state, max(1, row), -(-rows // processes))
 
 

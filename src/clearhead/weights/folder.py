@@ -114,7 +114,8 @@ def _filled(net: Net, tensors: dict[str, Tensor], faults: Faults = NONE) -> Net:
     for module in net.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta:
-                setattr(module, name, torch.empty_like(buffer, device="cpu"))
+                # (empty_like of a meta tensor imports a compiler, for a second)
+                setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
     net.reset_tables()
     return net.eval()
 
