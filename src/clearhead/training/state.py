@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
@@ -104,7 +105,7 @@ def _numbers(trainer: Trainer) -> dict[str, Any]:
         "data": trainer.job.mark,
         "tokens": trainer.tokens,
         "seconds": trainer.seconds,
-        "best": trainer.best,
+        "best": trainer.best if math.isfinite(trainer.best) else None,  # JSON has no infinity
         "waited": trainer.waited,
         "guard": trainer.guard.state(),
         "ema_updates": trainer.ema.updates if trainer.ema is not None else 0,
@@ -129,7 +130,8 @@ def read_into(trainer: Trainer, folder: Path) -> None:
     if trainer.scaler is not None:
         trainer.scaler.load_state_dict(state["scaler"])
     trainer.done, trainer.tokens = int(state["step"]), int(state["tokens"])
-    trainer.seconds, trainer.best = float(state["seconds"]), float(state["best"])
+    trainer.seconds = float(state["seconds"])
+    trainer.best = math.inf if state["best"] is None else float(state["best"])
     # A run that was made longer begins to wait anew, however often it is killed before it saves.
     longer = trainer.recipe.train.steps > int(state["steps"])
     trainer.waited = 0 if longer else int(state["waited"])
