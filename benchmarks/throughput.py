@@ -69,7 +69,7 @@ OURS = "clearhead"
 RATE = 1e-4  # of AdamW: its value costs nothing, but the losses should stay finite
 ROUNDS = {"tiny": 2, "small": 100, "base": 12, "translation": 5}
 DECODERS = SHAPES | {"tiny": Shape(layers=2, width=32, heads=2, length=16, batch=2)}
-INSTALL = "pip install transformers x-transformers"
+INSTALL = "pip install -e '.[bench]'"
 # The model of the goal; post-norm and ReLU are what all three have in common.
 TRANSLATION = {
     "model.n_layers": 4,
