@@ -19,13 +19,14 @@ from clearhead.data.objectives import Objective
 from clearhead.data.shards import Store, cached_store
 from clearhead.errors import require
 from clearhead.model import Model
+from clearhead.text.cuts import CutAnew
 from clearhead.text.tokenizer import Tokenizer
 from clearhead.text.trained import train_tokenizer
 from clearhead.training.figures import check_metric
 from clearhead.training.lora import add_lora
 from clearhead.training.optim import freeze
 from clearhead.training.rdrop import SUITED
-from clearhead.training.recipe import Ready, Recipe
+from clearhead.training.recipe import BPE, Ready, Recipe
 from clearhead.training.room import check_weights
 from clearhead.training.schedule import Noam
 from clearhead.weights.folder import LABELS
@@ -165,6 +166,29 @@ def make_store(corpus: Corpus, split: str, objective: Objective, tokenizer: Toke
     return cached_store(key, lambda: objective.examples(corpus.records(split), tokenizer), None)
 
 
+def _training_store(
+    recipe: Recipe, corpus: Corpus, objective: Objective, tokenizer: Tokenizer
+) -> Store:
+    """The examples to train on; with BPE-dropout the whole text in several readings."""
+    how = recipe.tokenizer
+    if not isinstance(how, BPE) or not how.dropout:
+        return make_store(corpus, "train", objective, tokenizer)
+    require(
+        isinstance(objective, Seq2seq) or objective.stream,
+        f"tokenizer.dropout goes with whole texts (a language model, a translation), and "
+        f"{objective.kind} asks about places in them: leave it 0.",
+    )
+    seed = recipe.train.seed
+    parts = (_vocabularies(tokenizer), objective.to_dict(), how.to_dict(), seed, VERSION)
+
+    def examples() -> Iterator[Any]:
+        for reading in range(how.readings):
+            cut = CutAnew(tokenizer, how.dropout, 1000 * seed + 2 * reading)
+            yield from objective.examples(corpus.records("train"), cut)
+
+    return cached_store(_hash(corpus.fingerprint, "train", *parts), examples, None)
+
+
 def _vocabularies(tokenizer: Tokenizer) -> list[str]:
     return [tokenizer.backend.to_str(), tokenizer.target.backend.to_str()]
 
@@ -179,7 +203,7 @@ def _stream(
     train, by_tokens = recipe.train, recipe.data.by == "tokens"
     if corpus.endless:
         return Endless(corpus, objective, tokenizer, train.batch, train.seed)
-    store = make_store(corpus, "train", objective, tokenizer)
+    store = _training_store(recipe, corpus, objective, tokenizer)
     if objective.stream:
         return Windows(store, objective, length, train.batch, train.seed)
     size = {"tokens": train.batch} if by_tokens else {"batch": train.batch}

@@ -94,6 +94,14 @@ class BPE(TokenizerConfig, kind="bpe"):
     """How many, special ones included."""
     shared: bool = True
     """Whether source and target have one vocabulary."""
+    dropout: float = 0.0
+    """The part of merges that is left out at random in training text (BPE-dropout)."""
+    readings: int = 8
+    """With it: in how many ways the training text is cut."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.dropout < 1, f"tokenizer.dropout is in [0, 1), not {self.dropout}.")
+        require(self.readings >= 1, f"tokenizer.readings must be 1 or more, not {self.readings}.")
 
 
 @dataclass(frozen=True)
