@@ -26,7 +26,7 @@ def folder(tmp_path, monkeypatch):
     return "model"
 
 
-@pytest.mark.parametrize(("form", "most"), [("bf16", 0.6), ("int8", 0.45), ("int4", 0.45)])
+@pytest.mark.parametrize(("form", "most"), [("bf16", 0.6), ("int8", 0.55), ("int4", 0.45)])
 def test_what_is_written_is_the_packed_model(folder, capsys, form, most):
     assert main(["quantise", folder, "small", "--to", form, "--data", "text.txt"]) == 0
     said = capsys.readouterr().out

@@ -59,9 +59,9 @@ class Product:
     """The compiled functions of one weight format: see `emit.write_module`."""
 
     run: Any
-    """(x, w, scales, bias, out, m, n, k, threads), addresses and sizes."""
+    """(x, w, scales, bias, out, m, n, k, threads, scratch), addresses and sizes."""
     unpack: Any
-    """(w, scales, out, n, k)."""
+    """(w, scales, out, n, k); int8 has none, whose product takes any number of rows."""
     owner: Any
     """What keeps the code in memory."""
 
@@ -73,13 +73,11 @@ def product(form: str) -> Product:
     import llvmlite
     from llvmlite import binding as llvm
 
-    from clearhead.fast import emit
-
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     name, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features()
     shape = _shape(dict(features))
-    text = emit.write_module(form, shape)
+    text = _text(form, shape)
     machine = llvm.Target.from_default_triple().create_target_machine(
         cpu=name, features=features.flatten(), opt=3
     )
@@ -101,19 +99,24 @@ def loaded(form: str, code: bytes) -> Product:
     run, unpack = (engine.get_function_address(form + end) for end in ("", "_unpack"))
     whole = ctypes.c_int64
     return Product(
-        ctypes.CFUNCTYPE(None, *[whole] * 9)(run),
-        ctypes.CFUNCTYPE(None, *[whole] * 5)(unpack),
+        ctypes.CFUNCTYPE(None, *[whole] * 10)(run),
+        ctypes.CFUNCTYPE(None, *[whole] * 5)(unpack) if unpack else None,
         engine,
     )
+
+
+def _text(form: str, shape: Any) -> str:
+    """LLVM's text for a format."""
+    from clearhead.fast import emit, integers
+
+    return (integers if form == "int8" else emit).write_module(form, shape)
 
 
 def compiled_code(form: str, shape: Any, machine: Any) -> bytes:
     """The machine code of a format's functions."""
     from llvmlite import binding as llvm
 
-    from clearhead.fast.emit import write_module
-
-    module = llvm.parse_assembly(write_module(form, shape))
+    module = llvm.parse_assembly(_text(form, shape))
     module.verify()
     options = llvm.create_pipeline_tuning_options(speed_level=3)
     builder = llvm.create_pass_builder(machine, options)
@@ -142,8 +145,14 @@ def _shape(features: dict[str, bool]) -> Any:
     from clearhead.fast.words import Shape
 
     if features.get("avx512f"):  # 32 registers of 16 numbers
-        return Shape(lanes=16, rows=4, direct=4)
-    return Shape(lanes=8, rows=3, direct=2)  # 16 of 8 (AVX2), or 32 of 4 in pairs (ARM)
+        return Shape(16, 4, 4, _dot(features, "avx512vnni", "avx512bw"))
+    # 16 of 8 (AVX2), or 32 of 4 in pairs (ARM)
+    return Shape(8, 3, 2, _dot(features, "avxvnni", "avx2"))
+
+
+def _dot(features: dict[str, bool], four: str, two: str) -> Any:
+    """How bytes are multiplied where these features let four, or two, of them be added."""
+    return "vnni" if features.get(four) else "madd" if features.get(two) else "plain"
 
 
 def _folder() -> Path:

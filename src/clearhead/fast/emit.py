@@ -1,7 +1,7 @@
 """The products y = x W^T + b as vector instructions, written for LLVM.
 
 At a few rows of x a product is bound by memory: every weight is read once, turned into fp32 and
-multiplied with all rows, whatever it is stored as.
+multiplied with all rows, whatever it is stored as (but for int8, which has a product of its own).
 
     W [n, k]  a strip of 4 rows      x [m, k]  a tile of some rows
     group | group | group | ...      group | group | group | ...      sums: rows x 4 vectors
@@ -51,18 +51,18 @@ FORK, WHO, TEAM = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"
 
 
 def write_module(name: str, shape: Shape) -> str:
-    """LLVM's text for one weight format, with two functions.
+    """LLVM's text for one weight format (of int8: `integers`), with two functions.
 
-    <name>(x, w, scales, bias, out, m, n, k, threads)   the product, on so many threads
-    <name>_unpack(w, scales, out, n, k)                       W in fp32
+    <name>(x, w, scales, bias, out, m, n, k, threads, scratch)   the product, on so many threads
+    <name>_unpack(w, scales, out, n, k)                          W in fp32
     """
     module = ir.Module(name)
     strips = Function(module, f"{name}_strips", 10, shape, name)
     strips.write(_strips)
     worker = Function(module, f"{name}_worker", 1, shape, name)
-    worker.write(lambda f: _worker(f, strips.function))
-    product = Function(module, name, 9, shape, name)
-    product.write(lambda f: _product(f, strips.function, worker.function))
+    worker.write(lambda f: write_worker(f, strips.function))
+    product = Function(module, name, 10, shape, name)
+    product.write(lambda f: write_product(f, strips.function, worker.function))
     Function(module, f"{name}_unpack", 5, shape, name).write(_unpack_all)
     return str(module)
 
@@ -84,30 +84,23 @@ def _group(f: Function, address: Any, k: Any) -> list[Any]:
         found = [f.b.zext(f.load(f.add(start, 2 * s), halves, 2), words) for s in steps]
         return [f.b.bitcast(f.b.shl(v, f.spread(16, I32)), f.vector) for v in found]
     bytes_ = ir.VectorType(I8, lanes)
-    if f.form == "int8":
-        found = [f.b.sext(f.load(f.add(start, s), bytes_, 1), words) for s in steps]
-    else:  # a byte holds weight i of the group's first half and weight i of its second
-        pairs = [
-            f.b.zext(f.load(f.add(start, s), bytes_, 1), words) for s in steps if s < GROUP // 2
-        ]
-        found = [f.b.and_(pair, f.spread(15, I32)) for pair in pairs]
-        found += [f.b.lshr(pair, f.spread(4, I32)) for pair in pairs]
+    # int4: a byte holds weight i of the group's first half and weight i of its second
+    pairs = [f.b.zext(f.load(f.add(start, s), bytes_, 1), words) for s in steps if s < GROUP // 2]
+    found = [f.b.and_(pair, f.spread(15, I32)) for pair in pairs]
+    found += [f.b.lshr(pair, f.spread(4, I32)) for pair in pairs]
     return [f.b.sitofp(v, f.vector) for v in found]
 
 
 def _scale(f: Function, scales: Any, index: Any) -> tuple[Any, Any]:
-    """(scale, low) of a group: w = scale * q, and for int4 w = scale * q + low."""
-    address = f.add(scales, f.times(index, 4))
-    if f.form == "int8":
-        return f.everywhere(f.load(address, F32, 4)), None
-    both = f.load(address, I32, 4)  # two numbers of 16 bits
+    """(scale, low) of a group of int4: w = scale * q + low."""
+    both = f.load(f.add(scales, f.times(index, 4)), I32, 4)  # two numbers of 16 bits
     scale = f.b.and_(both, ir.Constant(I32, 0xFFFF0000))
     low = f.b.shl(both, ir.Constant(I32, 16))
     return f.everywhere(f.b.bitcast(scale, F32)), f.everywhere(f.b.bitcast(low, F32))
 
 
 def _scaled(f: Function) -> bool:
-    return f.form in ("int8", "int4")
+    return f.form == "int4"
 
 
 def _unpack(f: Function, w: Any, scales: Any, out: Any, count: Any, later: Any = None) -> None:
@@ -116,10 +109,7 @@ def _unpack(f: Function, w: Any, scales: Any, out: Any, count: Any, later: Any =
         vectors = _group(f, w, k)
         if _scaled(f):
             scale, low = _scale(f, scales, f.groups(k))
-            if low is None:
-                vectors = [f.b.fmul(v, scale) for v in vectors]
-            else:
-                vectors = [f.fma(v, scale, low) for v in vectors]
+            vectors = [f.fma(v, scale, low) for v in vectors]
         for i, v in enumerate(vectors):
             f.store(v, f.add(out, f.times(f.add(k, i * f.shape.lanes), 4)))
         if later is not None:
@@ -302,22 +292,22 @@ def _count(f: Function, n: Any) -> Any:
     return f.b.sdiv(f.add(n, STRIP - 1), f.const(STRIP))
 
 
-def _product(f: Function, strips: ir.Function, worker: ir.Function) -> None:
+def write_product(f: Function, strips: ir.Function, worker: ir.Function) -> None:
     """On this thread alone, or through OpenMP."""
     threads, given = f.args[8], f.args[:8]
     with f.b.if_else(f.b.icmp_signed("<=", threads, f.const(1))) as (alone, together):
         with alone:
             f.b.call(strips, [*given, f.const(0), _count(f, f.args[6])])
         with together:
-            shared = f.b.ptrtoint(f.b.alloca(I64, f.const(9)), I64)
-            for i, value in enumerate(f.args):
+            shared = f.b.ptrtoint(f.b.alloca(I64, f.const(8)), I64)
+            for i, value in enumerate(given):
                 f.b.store(value, f.b.inttoptr(f.add(shared, 8 * i), POINTER))
             fork = f.outside(FORK, VOID, [POINTER, I64, I32, I32])
             count = f.b.trunc(threads, I32)
             f.b.call(fork, [worker, shared, count, ir.Constant(I32, 0)])
 
 
-def _worker(f: Function, strips: ir.Function) -> None:
+def write_worker(f: Function, strips: ir.Function) -> None:
     """The part of one thread, of those that came: they may be fewer than were asked for."""
     given = [f.load(f.add(f.args[0], 8 * i), I64, 8) for i in range(8)]
     number, threads = (

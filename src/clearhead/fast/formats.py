@@ -1,13 +1,16 @@
-"""Weights in fewer bits, group by group along a row, and back: the slow twin of every fast product.
+"""Weights in fewer bits, and back: the slow twin of every fast product.
 
     fp32   as they are                                            32   bits a weight
     bf16   the upper 16 bits, rounded                             16
-    int8   w = scale * q, q from -127 to 127, a scale a group      9
+    int8   w = scale * q, q from -127 to 127, a scale a row        8
     int4   w = scale * q + low, q from 0 to 15, two to a byte      5
 
 Scale and low of int4 are bf16 numbers, the upper and the lower half of 32 bits. They are those of a
-few candidates with the smallest squared error in their group. Rows are filled with zeros up to a
-whole number of groups.
+few candidates with the smallest squared error in their group of 32. Rows are filled with zeros up
+to a whole number of groups (int4) or of 64 (int8).
+
+A product with int8 rounds x, too, in groups of 256 numbers (`as_read`): then it is one of whole
+numbers.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from torch import Tensor
 Form = Literal["fp32", "bf16", "int8", "int4"]
 FORMS: tuple[Form, ...] = ("fp32", "bf16", "int8", "int4")
 GROUP = 32  # weights that share a scale
+WIDTH = 64  # int8: rows are filled up to a multiple of it, a vector of bytes
+READ = 256  # int8: numbers of x that share a scale
 BLOCK = 2**22  # weights that are worked on at a time
 
 # int4: how far the ends of a group's range are drawn in, as parts of it, each end by itself.
@@ -46,19 +51,33 @@ def unpack(stored: Tensor, scales: Tensor, form: Form, k: int) -> Float[Tensor, 
     if form in ("fp32", "bf16"):
         return stored.float()
     if form == "int8":
-        whole = stored.unflatten(1, (-1, GROUP)).float() * scales.unsqueeze(2)
-    else:
-        pairs = stored.unflatten(1, (-1, GROUP // 2))
-        whole = torch.cat((pairs & 15, pairs >> 4), dim=2).float()
-        scale, low = _split(scales)
-        whole = whole * scale.unsqueeze(2) + low.unsqueeze(2)
-    return whole.flatten(1)[:, :k]
+        return stored[:, :k].float() * scales
+    pairs = stored.unflatten(1, (-1, GROUP // 2))
+    whole = torch.cat((pairs & 15, pairs >> 4), dim=2).float()
+    scale, low = _split(scales)
+    return (whole * scale.unsqueeze(2) + low.unsqueeze(2)).flatten(1)[:, :k]
+
+
+def as_read(x: Float[Tensor, "*b k"]) -> Float[Tensor, "*b k"]:
+    """x as a product with int8 takes it: 256 numbers of a row rounded to 255 steps."""
+    k = x.shape[-1]
+    groups = F.pad(x, (0, -k % READ)).unflatten(-1, (-1, READ))
+    most = groups.abs().amax(dim=-1, keepdim=True)
+    steps = torch.where(most == 0, 0.0, torch.full_like(most, 127) / most)  # (not 127 * (1 / most))
+    return ((groups * steps).round() * (most / 127)).flatten(-2)[..., :k]
+
+
+def scratch_bytes(m: int, k: int) -> int:
+    """Room for m rows of x as whole numbers, and for the scale of each group."""
+    width = -(-k // WIDTH) * WIDTH
+    return m * (width + -(-width // READ) * 8)
 
 
 def plain_product(
     x: Float[Tensor, "*b k"], stored: Tensor, scales: Tensor, form: Form, bias: Tensor | None
 ) -> Float[Tensor, "*b n"]:
     """x W^T + b, by unpacking: what the compiled products are compared with."""
+    x = as_read(x) if form == "int8" else x
     return F.linear(x, unpack(stored, scales, form, x.shape[-1]).to(x.dtype), bias)
 
 
@@ -69,8 +88,8 @@ def stored_as(form: Form, n: int, k: int) -> dict[str, tuple[torch.dtype, tuple[
         "fp32": {"weight": (torch.float32, (n, k))},
         "bf16": {"weight": (torch.bfloat16, (n, k))},
         "int8": {
-            "weight": (torch.int8, (n, groups * GROUP)),
-            "scales": (torch.float32, (n, groups)),
+            "weight": (torch.int8, (n, -(-k // WIDTH) * WIDTH)),
+            "scales": (torch.float32, (n, 1)),
         },
         "int4": {
             "weight": (torch.uint8, (n, groups * GROUP // 2)),
@@ -80,11 +99,12 @@ def stored_as(form: Form, n: int, k: int) -> dict[str, tuple[torch.dtype, tuple[
 
 
 def _pack_rows(weight: Float[Tensor, "n k"], form: Form) -> tuple[Tensor, Tensor]:
+    if form == "int8":
+        scales = weight.abs().amax(dim=1) / 127
+        q = codes(weight, scales, 127).to(torch.int8)
+        return F.pad(q, (0, -weight.shape[1] % WIDTH)), scales.unsqueeze(1)
     groups = -(-weight.shape[1] // GROUP)
     w = F.pad(weight, (0, groups * GROUP - weight.shape[1])).unflatten(1, (groups, GROUP))
-    if form == "int8":
-        scales = w.abs().amax(dim=2) / 127
-        return codes(w, scales, 127).flatten(1).to(torch.int8), scales
     scale, low = find_range(w)
     q = codes(w - low.unsqueeze(2), scale, 15, 0)
     return pair_up(q), joined(scale, low)

@@ -17,8 +17,18 @@ from torch import Tensor, nn
 
 from clearhead.errors import ClearheadError, require
 from clearhead.fast import compile as compiled
-from clearhead.fast.formats import GROUP, Form, look_up_rows, plain_product, stored_as, unpack
+from clearhead.fast.formats import (
+    GROUP,
+    Form,
+    as_read,
+    look_up_rows,
+    plain_product,
+    scratch_bytes,
+    stored_as,
+    unpack,
+)
 
+ANY = 2**31  # rows: whole numbers are multiplied faster than torch multiplies fp32
 MANY = 32  # rows; up to here the compiled product won or was level, at GPT-2's shapes
 BLOCK = 2**23  # weights that are unpacked at a time for many rows
 SMALL = 2**16  # multiplications that one thread does sooner than two agree about them
@@ -48,6 +58,7 @@ class FastLinear(nn.Module):
             bias = nn.Parameter(bias, requires_grad=False)
         self.bias = bias
         self.compilable = compiled.available() and in_features % GROUP == 0 and weight.shape[0] >= 4
+        self.most = MANY if form != "int8" else ANY
         self.train(False)
         self.refresh()
 
@@ -78,7 +89,7 @@ class FastLinear(nn.Module):
         k, n = self.in_features, self.out_features
         rows = x.numel() // k
         if (
-            not 0 < rows <= MANY
+            not 0 < rows <= self.most
             or not self.here
             or x.dtype != torch.float32
             or x.shape[-1] != k
@@ -90,6 +101,9 @@ class FastLinear(nn.Module):
         x = x.contiguous()
         out = x.new_empty((*x.shape[:-1], n))
         weight, scales, bias = self.tensors
+        scratch = out
+        if self.form == "int8":
+            scratch = torch.empty(scratch_bytes(rows, k), dtype=torch.uint8)
         compiled.product(self.form).run(
             x.data_ptr(),
             weight.data_ptr(),
@@ -100,6 +114,7 @@ class FastLinear(nn.Module):
             n,
             k,
             1 if rows * n * k < SMALL else compiled.threads(),
+            scratch.data_ptr(),
         )
         return out
 
@@ -108,6 +123,7 @@ class FastLinear(nn.Module):
         require(not (x.requires_grad and torch.is_grad_enabled()), NO_GRADIENTS)
         if self.form == "fp32":
             return F.linear(x, self.weight, self.bias)
+        x = as_read(x) if self.form == "int8" else x
         out = x.new_empty((*x.shape[:-1], self.out_features))
         height = max(BLOCK // self.in_features, 1)
         for first in range(0, self.out_features, height):
@@ -119,7 +135,7 @@ class FastLinear(nn.Module):
     def _unpacked(self, rows: slice) -> Float[Tensor, "n k"]:
         """Some rows of the weights in fp32."""
         weight, scales, _ = (tensor[rows] for tensor in self.tensors)
-        if not self.here:
+        if not self.here or self.form == "int8":
             return unpack(weight, scales, self.form, self.in_features)
         out = weight.new_empty((len(weight), self.in_features), dtype=torch.float32)
         addresses = (tensor.data_ptr() for tensor in (weight, scales, out))

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from llvmlite import ir
 
@@ -27,6 +27,8 @@ class Shape:
     """Rows of x in a tile: rows x 4 accumulators, and what they are made of, fit the registers."""
     direct: int
     """Up to so many rows of x, packed weights are not unpacked into a buffer first."""
+    dot: Literal["vnni", "madd", "plain"] = "plain"
+    """How bytes are multiplied: four in a lane at once, two, or each by itself."""
 
 
 class Function:
@@ -87,11 +89,18 @@ class Function:
         new.form = form
         return new
 
+    def least(self, x: Any, y: Any) -> Any:
+        """The smaller of two whole numbers."""
+        return self.b.select(self.b.icmp_signed("<", x, y), x, y)
+
+    def pointer(self, address: Any) -> Any:
+        return self.b.inttoptr(address, POINTER)
+
     def load(self, address: Any, kind: ir.Type, align: int) -> Any:
-        return self.b.load(self.b.inttoptr(address, POINTER), typ=kind, align=align)
+        return self.b.load(self.pointer(address), typ=kind, align=align)
 
     def store(self, value: Any, address: Any) -> None:
-        self.b.store(value, self.b.inttoptr(address, POINTER), align=4)
+        self.b.store(value, self.pointer(address), align=4)
 
     def floats(self, address: Any) -> Any:
         return self.load(address, self.vector, 4)
@@ -104,10 +113,13 @@ class Function:
 
     # -- vectors
 
+    def call(self, name: str, kind: ir.Type, *values: Any) -> Any:
+        """A function of LLVM's on vectors of fp32, lane by lane."""
+        whole = f"{name}.v{self.shape.lanes}f32"
+        return self.b.call(self.outside(whole, kind, [kind] * len(values)), list(values))
+
     def fma(self, x: Any, y: Any, z: Any) -> Any:
-        kind = self.vector
-        call = self.outside(f"llvm.fma.v{self.shape.lanes}f32", kind, [kind, kind, kind])
-        return self.b.call(call, [x, y, z])
+        return self.call("llvm.fma", self.vector, x, y, z)
 
     def total(self, vector: Any) -> Any:
         """The sum of all lanes, in whatever order is quickest."""

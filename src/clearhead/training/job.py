@@ -182,8 +182,8 @@ def _training_store(
     parts = (_vocabularies(tokenizer), objective.to_dict(), how.to_dict(), seed, VERSION)
 
     def examples() -> Iterator[Any]:
-        for reading in range(how.readings):
-            cut = CutAnew(tokenizer, how.dropout, 1000 * seed + 2 * reading)
+        cut = CutAnew(tokenizer, how.dropout, seed)
+        for _ in range(how.readings):
             yield from objective.examples(corpus.records("train"), cut)
 
     return cached_store(_hash(corpus.fingerprint, "train", *parts), examples, None)
