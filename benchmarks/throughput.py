@@ -22,6 +22,9 @@ Ours is "clearhead" (bucketed); a peer's own figure is its random line, and its 
 what is left of the difference when it gets our batches. Tokens are real ones of source and target;
 padding counts for nothing. Making batches is outside the clock, for all.
 
+Freed memory is kept by the process (`clearhead.memory`), as in our training, for all contenders;
+`--memory returned` leaves it to the C library, as the peers' own programs do.
+
 Contenders take turns in one process, another first in every round. "Ratio to ours" is the median
 over the rounds of (their time / ours): above 1 they are slower.
 """
@@ -59,6 +62,7 @@ from train_step import (
 )
 
 from clearhead.data.batch import Batch
+from clearhead.memory import keep_freed_memory
 from clearhead.models import bart, gpt2
 from clearhead.training.job import Job, prepare
 from clearhead.training.loss import batch_loss, token_loss
@@ -107,6 +111,9 @@ class Args:
     """How often each contender runs; None: 100 for small, 12 for base, 5 for translation."""
     threads: int = 2
     """PyTorch's threads."""
+    memory: Literal["kept", "returned"] = "kept"
+    """kept: freed memory stays with the process, as in our training, for all contenders; returned:
+    it goes back to the system, as in a program that does nothing about it."""
     json: bool = False
     """Print JSON."""
 
@@ -174,6 +181,8 @@ def main(args: Args) -> None:
     """Run and print."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
+    if args.memory == "kept":
+        keep_freed_memory()
     warnings.filterwarnings("ignore", message=".*(nested tensor|functional_call|norm_first).*")
     made = translators(args) if args.shape == "translation" else decoders(args)
     entries: dict[str, Entry] = {}

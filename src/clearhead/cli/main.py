@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from clearhead.errors import ClearheadError, did_you_mean
+from clearhead.memory import keep_freed_memory
 
 OK, CRASHED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
@@ -46,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     debug = os.environ.get("CLEARHEAD_DEBUG", "") not in ("", "0")
     _let_any_text_print()
-    gc.set_threshold(50_000, 20, 20)  # importing torch makes a million objects, and none is waste
+    if argv is None:  # a process of our own
+        gc.set_threshold(50_000, 20, 20)  # importing torch makes a million objects, none is waste
+        keep_freed_memory()
     try:
         code = _dispatch(words)
         sys.stdout.flush()  # a closed pipe must show here, where it is caught, and not at exit

@@ -41,6 +41,7 @@ class FastLinear(nn.Module):
     """x W^T + b with packed weights."""
 
     tensors: tuple[Tensor, Tensor, Tensor]
+    addresses: tuple[int, ...]
     here: bool
     scales: Tensor | None
 
@@ -74,6 +75,7 @@ class FastLinear(nn.Module):
         )
         # Beside the module's own tables, in which every look-up costs as much as a call.
         self.__dict__["tensors"] = (weight, scales, bias)
+        self.__dict__["addresses"] = tuple(tensor.data_ptr() for tensor in self.tensors)
         # The product is given addresses alone: what stands there must be what it takes it for.
         wanted = stored_as(self.form, self.out_features, self.in_features)
         found = {"weight": weight, "scales": scales}
@@ -93,29 +95,21 @@ class FastLinear(nn.Module):
             or not self.here
             or x.dtype != torch.float32
             or x.shape[-1] != k
-            or x.device.type != "cpu"
+            or not x.is_cpu
         ):
             return self.many(x)
         if x.requires_grad and torch.is_grad_enabled():
             raise ClearheadError(NO_GRADIENTS)
         x = x.contiguous()
         out = x.new_empty((*x.shape[:-1], n))
-        weight, scales, bias = self.tensors
-        scratch = out
+        ends = out.data_ptr(), rows, n, k
+        threads = 1 if rows * n * k < SMALL else compiled.threads()
+        run = compiled.product(self.form).run
         if self.form == "int8":
             scratch = torch.empty(scratch_bytes(rows, k), dtype=torch.uint8)
-        compiled.product(self.form).run(
-            x.data_ptr(),
-            weight.data_ptr(),
-            scales.data_ptr(),
-            bias.data_ptr(),
-            out.data_ptr(),
-            rows,
-            n,
-            k,
-            1 if rows * n * k < SMALL else compiled.threads(),
-            scratch.data_ptr(),
-        )
+            run(x.data_ptr(), *self.addresses, *ends, threads, scratch.data_ptr())
+        else:
+            run(x.data_ptr(), *self.addresses, *ends, threads, 0)
         return out
 
     def many(self, x: Float[Tensor, "*b k"]) -> Float[Tensor, "*b n"]:
@@ -159,7 +153,8 @@ class FastLinear(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "tensors"}
+        own = ("tensors", "addresses")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
