@@ -79,12 +79,6 @@ class FamilyConfig(Spec):
             rate = getattr(self, name, None) or 0.0
             require(0 <= rate < 1, f"{name} must be in [0, 1), not {rate}.")
 
-    @property
-    def pattern_dropout(self) -> float:
-        """The rate on attention weights."""
-        own: float | None = getattr(self, "attention_dropout", None)
-        return getattr(self, "dropout", 0.0) if own is None else own
-
     def network(self) -> Net:
         """The network with weights as PyTorch leaves them."""
         raise ClearheadError(f"The family {self.kind} does not say how it is built.")

@@ -106,6 +106,11 @@ class Config(FamilyConfig, kind="llama"):
     head: HeadConfig | None = LMConfig(tied=False)
     """What the last states are turned into."""
 
+    @property
+    def pattern_dropout(self) -> float:
+        """The rate on attention weights."""
+        return self.dropout if self.attention_dropout is None else self.attention_dropout
+
     def to_embed(self) -> EmbedConfig:
         """Tokens, without positions unless one is added."""
         added, _ = split_position(self.position, self.max_len)

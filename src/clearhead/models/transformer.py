@@ -2,8 +2,8 @@
 al. 2017).
 
 Quirks: token vectors are multiplied by sqrt(d_model), and one matrix serves as source embedding,
-target embedding and output projection where the vocabulary is shared. Pre-norm, which trains more
-easily, is a choice.
+target embedding and output projection where the vocabulary is shared. Dropout leaves attention
+weights alone (section 5.4). Pre-norm, which trains more easily, is a choice.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Config(FamilyConfig, kind="transformer"):
     max_len: int = 512
     """How many positions the model is made for."""
     dropout: float = 0.1
-    """On embeddings, sublayers and attention weights."""
+    """On embeddings and sublayers, as in the paper; not on attention weights."""
     position: AddedPosition | AttentionPosition | None = SinusoidalConfig()
     """How positions enter."""
     placement: Placement = "post"
@@ -75,13 +75,13 @@ class Config(FamilyConfig, kind="transformer"):
         _, inside = split_position(self.position, self.max_len)
         geometry = Geometry(self.d_model, self.n_heads)
         mask = Causal() if decoder else All()
-        attention = AttentionConfig(geometry, mask=mask, position=inside, dropout=self.dropout)
+        attention = AttentionConfig(geometry, mask=mask, position=inside)
         return StackConfig(
             self.n_layers,
             (attention,),
             PlainFFNConfig(self.d_ff or 4 * self.d_model, self.activation),
             placement=self.placement,
-            cross=AttentionConfig(geometry, dropout=self.dropout) if decoder else None,
+            cross=AttentionConfig(geometry) if decoder else None,
             final_norm=self.placement != "post",
             dropout=self.dropout,
         )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from clearhead.attention.softmax import Kernel
 from clearhead.errors import ClearheadError, require
 from clearhead.measure.cost import Cost, predict
 from clearhead.measure.hardware import read_memory, read_processor
@@ -75,7 +76,8 @@ def rows_of(recipe: Recipe, length: int) -> int:
 
 def _kept(recipe: Recipe, cost: Cost, device: torch.device, job: Job) -> int:
     machine = recipe.train.machine
-    written = device.type == "cpu" and bool(job.model.config.pattern_dropout)
+    kernels = [part for part in job.model.net.modules() if isinstance(part, Kernel)]
+    written = device.type == "cpu" and any(kernel.dropout for kernel in kernels)
     name = "activations_written" if written else "activations"
     layers = [getattr(share, name) for layer, share in cost.by_layer().items() if layer]
     kept = int(getattr(cost.memory, name))
