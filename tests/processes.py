@@ -25,7 +25,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from clearhead.errors import ClearheadError
-from clearhead.training import loop
 from clearhead.training.events import Evaluated, Skipped, Step, Stopped
 from clearhead.training.folder import RunFolder
 from clearhead.training.loop import Trainer

@@ -167,10 +167,10 @@ def test_x_is_rounded_in_groups_and_sums_of_whole_numbers_are_exact():
     """Numbers that are whole already lose nothing, whatever the processor."""
     fast = FastLinear("int8", 512, *pack(torch.randint(-127, 128, (8, 512)).float(), "int8"), None)
     x = torch.randint(-127, 128, (5, 512)).float()
-    x[:, ::256], fast.weight[:, 0] = 127.0, 127  # every group and row has the scale 1
+    x[:, ::256] = 127.0  # every group has the scale 1, and so has every row of W
     fast.scales.fill_(1.0)
-    fast.refresh()
-    assert fast(x).double().equal(x.double() @ fast.weight[:, :512].double().T)
+    whole = unpack(*fast.tensors[:2], "int8", 512)
+    assert fast(x).double().equal(x.double() @ whole.double().T)
     lost = (as_read(torch.randn(4, 700)) - (y := torch.randn(4, 700))).abs()  # another x: far off
     assert float((as_read(y) - y).abs().max()) < 0.02 < float(lost.max())
 
@@ -279,7 +279,7 @@ def test_a_tied_table_is_kept_once():
     table = fast.embed.tokens
     assert isinstance(table, FastEmbedding)
     ids = tokens(2, 5)
-    expected = fast.head.proj._unpacked(slice(None))[ids]
+    expected = fast.head.proj._unpacked(slice(0, 64))[ids]
     close(table(ids), expected)
     assert count_weights(fast) == count_weights(net)
     with pytest.raises(ch.ClearheadError, match="outside the vocabulary"):

@@ -16,7 +16,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,10 @@ def _text(form: str, shape: Any) -> str:
     """LLVM's text for a format."""
     from clearhead.fast import emit, integers
 
-    return (integers if form == "int8" else emit).write_module(form, shape)
+    if form != "int8":
+        return emit.write_module(form, shape)
+    narrow = replace(shape, lanes=8) if shape.dot == "madd" else shape  # as AVX2 has it
+    return integers.write_module(form, narrow)
 
 
 def compiled_code(form: str, shape: Any, machine: Any) -> bytes:

@@ -288,16 +288,16 @@ def _tiles(f: Function, part: _Strip) -> None:
     f.choose(left, cases, lambda: None)
 
 
-def _count(f: Function, n: Any) -> Any:
-    return f.b.sdiv(f.add(n, STRIP - 1), f.const(STRIP))
+def _count(f: Function, n: Any, unit: int) -> Any:
+    return f.b.sdiv(f.add(n, unit - 1), f.const(unit))
 
 
-def write_product(f: Function, strips: ir.Function, worker: ir.Function) -> None:
-    """On this thread alone, or through OpenMP."""
+def write_product(f: Function, strips: ir.Function, worker: ir.Function, unit: int = STRIP) -> None:
+    """On this thread alone, or through OpenMP; a strip has `unit` rows of W."""
     threads, given = f.args[8], f.args[:8]
     with f.b.if_else(f.b.icmp_signed("<=", threads, f.const(1))) as (alone, together):
         with alone:
-            f.b.call(strips, [*given, f.const(0), _count(f, f.args[6])])
+            f.b.call(strips, [*given, f.const(0), _count(f, f.args[6], unit)])
         with together:
             shared = f.b.ptrtoint(f.b.alloca(I64, f.const(8)), I64)
             for i, value in enumerate(given):
@@ -307,13 +307,13 @@ def write_product(f: Function, strips: ir.Function, worker: ir.Function) -> None
             f.b.call(fork, [worker, shared, count, ir.Constant(I32, 0)])
 
 
-def write_worker(f: Function, strips: ir.Function) -> None:
+def write_worker(f: Function, strips: ir.Function, unit: int = STRIP) -> None:
     """The part of one thread, of those that came: they may be fewer than were asked for."""
     given = [f.load(f.add(f.args[0], 8 * i), I64, 8) for i in range(8)]
     number, threads = (
         f.b.sext(f.b.call(f.outside(name, I32, []), []), I64) for name in (WHO, TEAM)
     )
-    count = _count(f, given[6])
+    count = _count(f, given[6], unit)
     first, last = (f.b.sdiv(f.times(count, f.add(number, i)), threads) for i in (0, 1))
     f.b.call(strips, [*given, first, last])
 

@@ -2,12 +2,12 @@
 
     fp32   as they are                                            32   bits a weight
     bf16   the upper 16 bits, rounded                             16
-    int8   w = scale * q, q from -127 to 127, a scale a row        8
+    int8   w = scale * q, q from -127 to 127, a scale a row        8      (how they lie: `integers`)
     int4   w = scale * q + low, q from 0 to 15, two to a byte      5
 
 Scale and low of int4 are bf16 numbers, the upper and the lower half of 32 bits. They are those of a
 few candidates with the smallest squared error in their group of 32. Rows are filled with zeros up
-to a whole number of groups (int4) or of 64 (int8).
+to a whole number of groups (int4) or of 64 (int8, and 64 rows to a block).
 
 A product with int8 rounds x, too, in groups of 256 numbers (`as_read`): then it is one of whole
 numbers.
@@ -26,8 +26,9 @@ from torch import Tensor
 Form = Literal["fp32", "bf16", "int8", "int4"]
 FORMS: tuple[Form, ...] = ("fp32", "bf16", "int8", "int4")
 GROUP = 32  # weights that share a scale
-WIDTH = 64  # int8: rows are filled up to a multiple of it, a vector of bytes
-READ = 256  # int8: numbers of x that share a scale
+# int8: the number that is added to codes; numbers of x that share a scale; rows of a block, and
+# weights of each that stand together; what the length of a row is filled up to a multiple of.
+OFFSET, READ, BESIDE, QUAD, WIDTH = 128, 256, 64, 4, 64
 BLOCK = 2**22  # weights that are worked on at a time
 
 # int4: how far the ends of a group's range are drawn in, as parts of it, each end by itself.
@@ -40,7 +41,7 @@ def pack(weight: Float[Tensor, "n k"], form: Form) -> tuple[Tensor, Tensor]:
     if form in ("fp32", "bf16"):
         stored = weight if form == "fp32" else weight.bfloat16()
         return stored.contiguous(), weight.new_empty(len(weight), 0)
-    rows = max(BLOCK // max(weight.shape[1], 1), 1)
+    rows = max(BLOCK // max(weight.shape[1], 1) // BESIDE, 1) * BESIDE
     parts = [_pack_rows(part, form) for part in weight.split(rows)]
     stored, scales = (torch.cat(each) for each in zip(*parts, strict=True))
     return stored, scales
@@ -51,7 +52,9 @@ def unpack(stored: Tensor, scales: Tensor, form: Form, k: int) -> Float[Tensor, 
     if form in ("fp32", "bf16"):
         return stored.float()
     if form == "int8":
-        return stored[:, :k].float() * scales
+        quads = stored.unflatten(1, (-1, BESIDE, QUAD)).transpose(1, 2)  # [blocks, 64, k / 4, 4]
+        rows = quads.reshape(stored.shape[0] * BESIDE, -1)
+        return (rows[: len(scales), :k].float() - OFFSET) * scales
     pairs = stored.unflatten(1, (-1, GROUP // 2))
     whole = torch.cat((pairs & 15, pairs >> 4), dim=2).float()
     scale, low = _split(scales)
@@ -70,7 +73,8 @@ def as_read(x: Float[Tensor, "*b k"]) -> Float[Tensor, "*b k"]:
 def scratch_bytes(m: int, k: int) -> int:
     """Room for m rows of x as whole numbers, and for the scale of each group."""
     width = -(-k // WIDTH) * WIDTH
-    return m * (width + -(-width // READ) * 8)
+    facts = -(-width // READ) * 8
+    return m * (width + -(-facts // WIDTH) * WIDTH)
 
 
 def plain_product(
@@ -88,7 +92,7 @@ def stored_as(form: Form, n: int, k: int) -> dict[str, tuple[torch.dtype, tuple[
         "fp32": {"weight": (torch.float32, (n, k))},
         "bf16": {"weight": (torch.bfloat16, (n, k))},
         "int8": {
-            "weight": (torch.int8, (n, -(-k // WIDTH) * WIDTH)),
+            "weight": (torch.uint8, (-(-n // BESIDE), -(-k // WIDTH) * WIDTH * BESIDE)),
             "scales": (torch.float32, (n, 1)),
         },
         "int4": {
@@ -101,8 +105,10 @@ def stored_as(form: Form, n: int, k: int) -> dict[str, tuple[torch.dtype, tuple[
 def _pack_rows(weight: Float[Tensor, "n k"], form: Form) -> tuple[Tensor, Tensor]:
     if form == "int8":
         scales = weight.abs().amax(dim=1) / 127
-        q = codes(weight, scales, 127).to(torch.int8)
-        return F.pad(q, (0, -weight.shape[1] % WIDTH)), scales.unsqueeze(1)
+        q = codes(weight, scales, 127)
+        q = F.pad(q, (0, -q.shape[1] % WIDTH, 0, -len(q) % BESIDE)) + OFFSET
+        blocks = q.to(torch.uint8).unflatten(0, (-1, BESIDE)).unflatten(2, (-1, QUAD))
+        return blocks.transpose(1, 2).flatten(1), scales.unsqueeze(1)
     groups = -(-weight.shape[1] // GROUP)
     w = F.pad(weight, (0, groups * GROUP - weight.shape[1])).unflatten(1, (groups, GROUP))
     scale, low = find_range(w)
@@ -162,5 +168,9 @@ def look_up_rows(
 ) -> Float[Tensor, "*b k"]:
     """Some rows of the weights in fp32."""
     flat = ids.flatten()
+    if form == "int8":
+        quads = stored.unflatten(1, (-1, BESIDE, QUAD))[flat // BESIDE, :, flat % BESIDE]
+        found = (quads.flatten(1)[:, :k].float() - OFFSET) * scales.index_select(0, flat)
+        return found.unflatten(0, ids.shape)
     stored, scales = stored.index_select(0, flat), scales.index_select(0, flat)
     return unpack(stored, scales, form, k).unflatten(0, ids.shape)

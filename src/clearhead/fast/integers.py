@@ -1,19 +1,19 @@
 """The product of int8: whole numbers times whole numbers.
 
     x [m, k]   every 256 numbers of a row are rounded to -127 .. 127, with a scale of their own
-    W [n, k]   stored as -127 .. 127, a scale a row
+    W [n, k]   stored as 1 .. 255, which is q + 128, with a scale a row of W
 
-    y[i, j] = scale_j  sum over groups g of  scale_ig  (q_ig . w_jg)  + bias_j
+    y[i, j] = scale_j  sum over groups g of  scale_ig  (q_ig . w_jg - 128 sum q_ig)  + bias_j
 
-A processor multiplies and adds four bytes in each lane of a vector at once (VNNI), or two (AVX2):
-a quarter of the instructions that fp32 takes, so that up to some dozens of rows of x memory is what
-is waited for, and a long prompt is read several times as fast. Sums of whole numbers are exact: the
-result is the same on every processor.
+A processor multiplies four bytes in each lane of a vector with four others, and adds them to the
+lane, in one instruction (VNNI), or two bytes (AVX2): a quarter of the instructions of fp32, so that
+up to some dozens of rows of x memory is what is waited for, and a long prompt is read several times
+as fast. Sums of whole numbers are exact: the result is the same on every processor.
 
-VNNI takes one side without sign. There W gets 128 added, which is a flipped bit, and what that adds
-to a sum, 128 times the sum of x, is taken away before it starts.
+A lane is an output. So W lies in blocks of 64 rows, in which four weights of a row stand beside
+those of the next row, and four numbers of x are spread over all lanes:
 
-A thread takes strips of 4 rows of W, as in `emit`, and all rows of x pass over a strip.
+    block of W     row 0: k0 k1 k2 k3 | row 1: k0 k1 k2 k3 | ... | row 63 | row 0: k4 k5 k6 k7 | ...
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from typing import Any
 from llvmlite import ir
 
 from clearhead.fast import emit
-from clearhead.fast.emit import STRIP
-from clearhead.fast.formats import READ, WIDTH
+from clearhead.fast.formats import BESIDE, OFFSET, QUAD, READ, WIDTH
 from clearhead.fast.words import F32, I8, I16, I32, Function, Shape
 
-AHEAD = 2  # strips
+AHEAD = 2  # blocks
 SCALE, LESS = 0, 4  # a group of x: its scale, and what its sums start with
 
 
@@ -40,21 +39,21 @@ def write_module(name: str, shape: Shape) -> str:
     module = ir.Module(name)
     read = Function(module, f"{name}_read", 4, shape, name)
     read.write(_read)
-    strips = Function(module, f"{name}_strips", 10, shape, name)
-    strips.write(_strips)
+    blocks = Function(module, f"{name}_blocks", 10, shape, name)
+    blocks.write(_blocks)
     worker = Function(module, f"{name}_worker", 1, shape, name)
-    worker.write(lambda f: emit.write_worker(f, strips.function))
+    worker.write(lambda f: emit.write_worker(f, blocks.function, BESIDE))
     product = Function(module, name, 10, shape, name)
-    product.write(lambda f: _product(f, read.function, strips.function, worker.function))
+    product.write(lambda f: _product(f, read.function, blocks.function, worker.function))
     return str(module)
 
 
-def _product(f: Function, read: ir.Function, strips: ir.Function, worker: ir.Function) -> None:
-    """x is read on this thread; the strips are shared out."""
+def _product(f: Function, read: ir.Function, blocks: ir.Function, worker: ir.Function) -> None:
+    """x is read on this thread; the blocks are shared out."""
     x, m, k, scratch = f.args[0], f.args[5], f.args[7], f.args[9]
     f.b.call(read, [x, scratch, m, k])
     f.args[0] = scratch
-    emit.write_product(f, strips, worker)
+    emit.write_product(f, blocks, worker, BESIDE)
 
 
 # --- x as whole numbers: a row's bytes, then the scale and the correction of each group ---
@@ -64,7 +63,8 @@ def _sizes(f: Function, k: Any) -> tuple[Any, Any]:
     """Bytes of a row of W or x, and from a row of x to the next."""
     width = f.b.and_(f.add(k, WIDTH - 1), f.const(-WIDTH))
     groups = f.b.sdiv(f.add(width, READ - 1), f.const(READ))
-    return width, f.add(width, f.times(groups, 8))
+    facts = f.b.and_(f.add(f.times(groups, 8), WIDTH - 1), f.const(-WIDTH))
+    return width, f.add(width, facts)
 
 
 def _read(f: Function) -> None:
@@ -105,110 +105,185 @@ def _read_group(f: Function, places: tuple[Any, Any, Any], first: Any, last: Any
     sum_ = f.b.call(f.outside(name, I32, [words]), [f.b.load(total, typ=words)])
     fact = f.add(facts, f.times(f.b.sdiv(first, f.const(READ)), 8))
     f.store(f.b.fdiv(largest, ir.Constant(F32, 127.0)), f.add(fact, SCALE))
-    f.store(f.b.mul(sum_, ir.Constant(I32, -_offset(f.shape))), f.add(fact, LESS))
+    f.store(f.b.mul(sum_, ir.Constant(I32, -OFFSET)), f.add(fact, LESS))
 
 
 # --- sums of products, as processors have them ---
+#
+#           together   vectors of sums          in each lane
+#   vnni    4 lanes    4                        an output
+#   madd    16         4, of 8 lanes            half an output: even and odd pairs of k
+#   plain   2 lanes    2                        an output
 
 
-def _offset(shape: Shape) -> int:
-    """What is added to weights."""
-    return 128 if shape.dot.startswith("vnni") else 0
+def _together(shape: Shape) -> int:
+    """Outputs that are worked on at once."""
+    return {"vnni": 4 * shape.lanes, "madd": 16, "plain": 2 * shape.lanes}[shape.dot]
 
 
-def _step(shape: Shape) -> int:
-    """Weights that are multiplied at once."""
-    return {"vnni": 4, "madd": 2, "plain": 1}[shape.dot] * shape.lanes
+def _rows(shape: Shape) -> int:
+    """Rows of x in a tile: so many that the sums, and what they are made of, fit the registers."""
+    return 6 if shape.lanes == 16 else 2
 
 
-def _weights(f: Function, address: Any) -> Any:
-    """Some weights of a row, as `_dot` takes them."""
-    found = f.load(address, ir.VectorType(I8, _step(f.shape)), 1)
+def _vectors(shape: Shape) -> int:
+    return 2 if shape.dot == "plain" else 4
+
+
+def _weights(f: Function, start: Any, number: int) -> Any:
+    """Four weights for each output of one vector of sums."""
+    lanes = f.shape.lanes
     if f.shape.dot == "vnni":
-        flip = ir.Constant(found.type, [-128] * found.type.count)
-        return f.b.bitcast(f.b.xor(found, flip), ir.VectorType(I32, f.shape.lanes))
-    return f.b.sext(found, _wide(f.shape))
+        return f.load(f.add(start, 4 * lanes * number), ir.VectorType(I32, lanes), 1)
+    count, kind = (16, I16) if f.shape.dot == "madd" else (4 * lanes, I32)
+    found = f.load(f.add(start, count * number), ir.VectorType(I8, count), 1)
+    return f.b.zext(found, ir.VectorType(kind, count))
 
 
 def _numbers(f: Function, address: Any) -> Any:
-    """As many of x."""
-    found = f.load(address, ir.VectorType(I8, _step(f.shape)), 1)
+    """Four numbers of x, as often as there are outputs in a vector."""
+    lanes = f.shape.lanes
     if f.shape.dot == "vnni":
-        return f.b.bitcast(found, ir.VectorType(I32, f.shape.lanes))
-    return f.b.sext(found, _wide(f.shape))
-
-
-def _wide(shape: Shape) -> ir.Type:
-    return ir.VectorType(I16 if shape.dot == "madd" else I32, _step(shape))
+        return f.spread_out(f.load(address, I32, 4), ir.VectorType(I32, lanes))
+    kind, times = (I16, 4) if f.shape.dot == "madd" else (I32, lanes)
+    found = f.b.sext(f.load(address, ir.VectorType(I8, 4), 4), ir.VectorType(kind, 4))
+    return f.shuffle(found, found, [0, 1, 2, 3] * times)
 
 
 def _dot(f: Function, sums: Any, w: Any, x: Any) -> Any:
-    """Every lane of the sums with the products of its bytes added."""
-    lanes, kind = f.shape.lanes, ir.VectorType(I32, f.shape.lanes)
+    """The sums with their products added."""
+    kind = sums.type
     if f.shape.dot == "vnni":
-        call = f.outside(f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", kind, [kind, kind, kind])
-        return f.b.call(call, [sums, w, x])
+        name = f"llvm.x86.avx512.vpdpbusd.{32 * f.shape.lanes}"
+        return f.b.call(f.outside(name, kind, [kind, kind, kind]), [sums, w, x])
     if f.shape.dot == "madd":
-        name = "llvm.x86.avx512.pmaddw.d.512" if lanes == 16 else "llvm.x86.avx2.pmadd.wd"
-        return f.b.add(sums, f.b.call(f.outside(name, kind, [w.type, w.type]), [w, x]))
-    return f.b.add(sums, f.b.mul(w, x))
+        call = f.outside("llvm.x86.avx2.pmadd.wd", kind, [w.type, w.type])
+        return f.b.add(sums, f.b.call(call, [w, x]))
+    return f.b.add(sums, _paired(f, _paired(f, f.b.mul(w, x))))
 
 
-# --- strips ---
+def _paired(f: Function, vector: Any, other: Any = None) -> Any:
+    """Neighbours added, of one vector or of two behind each other."""
+    count = vector.type.count * (1 if other is None else 2)
+    other = vector if other is None else other
+    even, odd = (f.shuffle(vector, other, list(range(i, count, 2))) for i in (0, 1))
+    return f.b.add(even, odd)
 
 
-def _strips(f: Function) -> None:
-    """The product for the strips from `first` to before `last`; x is the scratch."""
-    _, w, _, _, _, m, n, k, first, last = f.args
+def _outputs(f: Function, sums: list[Any]) -> list[Any]:
+    """The sums of a group in fp32, an output a lane."""
+    if f.shape.dot == "madd":
+        sums = [_paired(f, sums[i], sums[i + 1]) for i in (0, 2)]
+    return [f.b.sitofp(one, f.vector) for one in sums]
+
+
+def _begin(f: Function, less: Any) -> Any:
+    """What a vector of sums starts with: the correction, once for each output."""
+    if f.shape.dot == "madd":
+        zero = ir.Constant(I32, 0)
+        pair = f.b.insert_element(ir.Constant(ir.VectorType(I32, 2), [zero, zero]), less, zero)
+        return f.shuffle(pair, pair, [0, 1] * 4)
+    return f.spread_out(less, ir.VectorType(I32, f.shape.lanes))
+
+
+# --- blocks ---
+
+
+def _blocks(f: Function) -> None:
+    """The product for the blocks from `first` to before `last`; x is the scratch."""
+    _, w, _, _, _, m, _, k, first, last = f.args
     width, row = _sizes(f, k)
-    rows = f.shape.rows
+    rows = _rows(f.shape)
     left = f.b.srem(m, f.const(rows))
     whole = f.b.sub(m, left)
     with f.loop(first, last) as number:
-        # The last strip may overlap the one before: what both write is the same.
-        start, end = f.times(number, STRIP), f.add(n, -STRIP)
-        start = f.least(start, end)
-        strip = start, f.add(w, f.times(start, width)), width, row
-        with f.loop(f.const(0), whole, rows) as i:
-            _tile(f, rows, i, strip)
-        cases = {rest: partial(_tile, f, rest, whole, strip) for rest in range(1, rows)}
+        block = f.add(w, f.times(number, f.times(width, BESIDE)))
+        for start in range(0, BESIDE, _together(f.shape)):
+            column = f.add(f.times(number, BESIDE), start)
+            place = column, f.add(block, start * QUAD), width, row
+            _all_rows(f, (rows, whole, left), place)
+
+
+def _all_rows(f: Function, m: tuple[int, Any, Any], place: tuple[Any, ...]) -> None:
+    """All rows of x; the first tile asks for weights of a later block."""
+    rows, whole, left = m
+
+    def rest(at: Any, ahead: bool) -> None:
+        cases = {some: partial(_tile, f, some, at, place, ahead) for some in range(1, rows)}
         f.choose(left, cases, lambda: None)
 
+    with f.b.if_else(f.b.icmp_signed(">", whole, f.const(0))) as (many, few):
+        with many:
+            _tile(f, rows, f.const(0), place, True)
+            with f.loop(f.const(rows), whole, rows) as i:
+                _tile(f, rows, i, place, False)
+            rest(whole, False)
+        with few:
+            rest(f.const(0), True)
 
-def _tile(f: Function, rows: int, m: Any, strip: tuple[Any, Any, Any, Any]) -> None:
-    """out[m + i, n + j] for `rows` i and the 4 j of a strip."""
-    n, w, width, row = strip
-    x, scales, bias, out, columns = (f.args[i] for i in (0, 2, 3, 4, 6))
-    kind, step = ir.VectorType(I32, f.shape.lanes), _step(f.shape)
-    xs_at = [f.add(x, f.times(f.add(m, i), row)) for i in range(rows)]
-    ws_at = [f.add(w, f.times(width, j)) for j in range(STRIP)]
-    totals = [[f.variable(f.vector) for _ in range(STRIP)] for _ in range(rows)]
+
+def _tile(f: Function, rows: int, m: Any, place: tuple[Any, ...], ahead: bool) -> None:
+    """Some outputs of `rows` rows."""
+    column, w, width, row = place
+    xs_at = [f.add(f.args[0], f.times(f.add(m, i), row)) for i in range(rows)]
+    count, outputs = _vectors(f.shape), _together(f.shape) // f.shape.lanes
+    totals = [[f.variable(f.vector) for _ in range(outputs)] for _ in range(rows)]
     with f.loop(f.const(0), width, READ) as first:
         fact = f.add(width, f.times(f.b.sdiv(first, f.const(READ)), 8))
         sums = []
         for at in xs_at:
-            less = f.load(f.add(at, fact, LESS), I32, 4)
-            begin = f.b.insert_element(ir.Constant(kind, None), less, ir.Constant(I32, 0))
-            sums.append([f.variable(kind, begin) for _ in range(STRIP)])
-        with f.loop(first, f.least(width, f.add(first, READ)), step) as k:
-            ws = [_weights(f, f.add(at, k)) for at in ws_at]
-            for at in ws_at:
-                f.ask_for(f.add(at, k, f.times(width, STRIP * AHEAD)))
+            begin = _begin(f, f.load(f.add(at, fact, LESS), I32, 4))
+            sums.append([f.variable(begin.type, begin) for _ in range(count)])
+        with f.loop(first, f.least(width, f.add(first, READ)), QUAD) as k:
+            start = f.add(w, f.times(k, BESIDE))
+            ws = [_weights(f, start, j) for j in range(count)]
+            if ahead:
+                later = f.add(start, f.times(width, BESIDE * AHEAD))
+                for line in range(0, _together(f.shape) * QUAD, emit.LINE):
+                    f.ask_for(f.add(later, line))
             for i, at in enumerate(xs_at):
                 numbers = _numbers(f, f.add(at, k))
-                for j in range(STRIP):
+                for j in range(count):
+                    kind = sums[i][j].allocated_type
                     found = _dot(f, f.b.load(sums[i][j], typ=kind), ws[j], numbers)
                     f.b.store(found, sums[i][j])
         for i, at in enumerate(xs_at):
             scale = f.everywhere(f.load(f.add(at, fact, SCALE), F32, 4))
-            for j in range(STRIP):
-                part = f.b.sitofp(f.b.load(sums[i][j], typ=kind), f.vector)
-                before = f.b.load(totals[i][j], typ=f.vector)
-                f.b.store(f.fma(part, scale, before), totals[i][j])
-    for j in range(STRIP):
-        column = f.add(n, j)
-        scale, start = (f.load(f.add(at, f.times(column, 4)), F32, 4) for at in (scales, bias))
-        for i in range(rows):
-            found = f.b.fmul(f.total(f.b.load(totals[i][j], typ=f.vector)), scale)
-            place = f.add(f.times(f.add(m, i), columns), column)
-            f.store(f.b.fadd(found, start), f.add(out, f.times(place, 4)))
+            found = [f.b.load(one, typ=one.allocated_type) for one in sums[i]]
+            for total, part in zip(totals[i], _outputs(f, found), strict=True):
+                f.b.store(f.fma(part, scale, f.b.load(total, typ=f.vector)), total)
+    full = f.b.icmp_signed("<=", f.add(column, _together(f.shape)), f.args[6])
+    with f.b.if_else(full) as (inside, over):
+        with inside:
+            _write(f, m, totals, column)
+        with over:
+            _write_some(f, m, totals, column)
+
+
+def _write(f: Function, m: Any, totals: list[list[Any]], column: Any) -> None:
+    """Outputs times their scales, and their biases."""
+    _, _, scales, bias, out, _, n = f.args[:7]
+    for j in range(len(totals[0])):
+        at = f.times(f.add(column, j * f.shape.lanes), 4)
+        scale, start = f.floats(f.add(scales, at)), f.floats(f.add(bias, at))
+        for i, row in enumerate(totals):
+            to = f.add(out, f.times(f.times(f.add(m, i), n), 4), at)
+            f.store(f.fma(f.b.load(row[j], typ=f.vector), scale, start), to)
+
+
+def _write_some(f: Function, m: Any, totals: list[list[Any]], column: Any) -> None:
+    """The same one by one, for the last rows of W, behind which is nothing to write to."""
+    _, _, scales, bias, out, _, n = f.args[:7]
+    lanes = f.shape.lanes
+    for i, row in enumerate(totals):
+        for j, total in enumerate(row):
+            vector = f.b.load(total, typ=f.vector)
+            first = f.add(column, j * lanes)
+            for lane in range(lanes):
+                one = f.add(first, lane)
+                with f.b.if_then(f.b.icmp_signed("<", one, n)):
+                    at = f.times(one, 4)
+                    scale, start = (f.load(f.add(a, at), F32, 4) for a in (scales, bias))
+                    found = f.b.extract_element(vector, ir.Constant(I32, lane))
+                    to = f.add(out, f.times(f.times(f.add(m, i), n), 4), at)
+                    f.store(f.one_fma(found, scale, start), to)

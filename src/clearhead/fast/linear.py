@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from clearhead.errors import ClearheadError, require
 from clearhead.fast import compile as compiled
 from clearhead.fast.formats import (
+    BESIDE,
     GROUP,
     Form,
     as_read,
@@ -49,7 +50,7 @@ class FastLinear(nn.Module):
         self, form: Form, in_features: int, weight: Tensor, scales: Tensor, bias: Tensor | None
     ) -> None:
         super().__init__()
-        self.form, self.in_features, self.out_features = form, in_features, weight.shape[0]
+        self.form, self.in_features, self.out_features = form, in_features, scales.shape[0]
         if isinstance(weight, nn.Parameter):  # fp32, shared with the model it comes from
             self.weight = weight
         else:
@@ -58,7 +59,7 @@ class FastLinear(nn.Module):
         if bias is not None and not isinstance(bias, nn.Parameter):
             bias = nn.Parameter(bias, requires_grad=False)
         self.bias = bias
-        self.compilable = compiled.available() and in_features % GROUP == 0 and weight.shape[0] >= 4
+        self.compilable = compiled.available() and in_features % GROUP == 0 and scales.shape[0] >= 4
         self.most = MANY if form != "int8" else ANY
         self.train(False)
         self.refresh()
@@ -119,7 +120,7 @@ class FastLinear(nn.Module):
             return F.linear(x, self.weight, self.bias)
         x = as_read(x) if self.form == "int8" else x
         out = x.new_empty((*x.shape[:-1], self.out_features))
-        height = max(BLOCK // self.in_features, 1)
+        height = max(BLOCK // self.in_features // BESIDE, 1) * BESIDE
         for first in range(0, self.out_features, height):
             rows = slice(first, first + height)
             bias = None if self.bias is None else self.bias[rows].to(x.dtype)
@@ -128,7 +129,9 @@ class FastLinear(nn.Module):
 
     def _unpacked(self, rows: slice) -> Float[Tensor, "n k"]:
         """Some rows of the weights in fp32."""
-        weight, scales, _ = (tensor[rows] for tensor in self.tensors)
+        weight, scales, _ = self.tensors
+        lie = slice(rows.start // BESIDE, rows.stop // BESIDE) if self.form == "int8" else rows
+        weight, scales = weight[lie], scales[rows]
         if not self.here or self.form == "int8":
             return unpack(weight, scales, self.form, self.in_features)
         out = weight.new_empty((len(weight), self.in_features), dtype=torch.float32)

@@ -127,11 +127,24 @@ class Function:
         call = self.outside(name, F32, [F32, self.vector])
         return self.b.call(call, [ir.Constant(F32, 0.0), vector], fastmath=("reassoc",))
 
+    def one_fma(self, x: Any, y: Any, z: Any) -> Any:
+        """The same of single numbers."""
+        return self.b.call(self.outside("llvm.fma.f32", F32, [F32, F32, F32]), [x, y, z])
+
     def everywhere(self, value: Any) -> Any:
         """A number in all lanes."""
-        empty = ir.Constant(self.vector, ir.Undefined)
+        return self.spread_out(value, self.vector)
+
+    def spread_out(self, value: Any, kind: ir.VectorType) -> Any:
+        """A value in all lanes of a vector."""
+        empty = ir.Constant(kind, ir.Undefined)
         first = self.b.insert_element(empty, value, ir.Constant(I32, 0))
-        return self.b.shuffle_vector(first, empty, self.spread(0, I32))
+        return self.shuffle(first, empty, [0] * kind.count)
+
+    def shuffle(self, first: Any, second: Any, lanes: list[int]) -> Any:
+        """These lanes of two vectors behind each other."""
+        chosen = ir.Constant(ir.VectorType(I32, len(lanes)), lanes)
+        return self.b.shuffle_vector(first, second, chosen)
 
     def variable(self, kind: ir.Type, value: Any = None) -> Any:
         """A place for a number; LLVM makes a register of it."""
