@@ -173,12 +173,10 @@ class Rotary(nn.Module):
 
     def reset(self) -> None:
         """Compute the frequencies (again: a model that was made on the meta device has none)."""
-        own = self.frequencies.device
-        # Not on the meta device itself, where the first number would import a compiler.
-        frequencies = _frequencies(self.theta, self.width, _real(own))
+        frequencies = _frequencies(self.theta, self.width, self.frequencies.device)
         if self.scaling is not None:
             frequencies, self.factor = self.scaling.stretch(frequencies, self.theta, self.width)
-        self.frequencies = frequencies.to(own)
+        self.frequencies = frequencies
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Moved like any module, but never cast: angles in half precision are wrong far out."""
@@ -246,13 +244,11 @@ class Rotary2D(nn.Module):
 
 
 def _frequencies(theta: float, width: int, device: torch.device) -> Tensor:
+    if device.type == "meta":  # without numbers; arange would import a compiler there
+        return torch.empty(width // 2, device=device)
     return 1.0 / theta ** (
         torch.arange(0, width, 2, dtype=torch.int64, device=device).float() / width
     )
-
-
-def _real(device: torch.device) -> torch.device:
-    return torch.device("cpu") if device.type == "meta" else device
 
 
 def _turn(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
