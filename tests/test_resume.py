@@ -24,6 +24,7 @@ from clearhead.training.checkpoint import MANIFEST, fault, newest, steps_of
 from clearhead.training.events import Shortened
 from clearhead.training.folder import RunFolder
 from clearhead.training.guard import IN_A_ROW, Guard
+from clearhead.training.loss import batch_loss
 from clearhead.training.recipe import Recipe
 from clearhead.training.run import open_run
 from clearhead.training.summary import summarise
@@ -236,7 +237,7 @@ def test_batches_of_different_size_count_by_their_targets(tmp_path):
 
 def state_loss(net: Any, batch: Any, ask: str) -> torch.Tensor:
     with torch.no_grad():
-        return processes.loop.batch_loss(net, batch, ask)
+        return batch_loss(net, batch, ask)
 
 
 # --- steps that are not taken ---
