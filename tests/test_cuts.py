@@ -38,6 +38,23 @@ def test_with_it_the_text_is_the_same_in_more_pieces(tokenizer):
     assert len({tuple(ids) for ids in cut}) == len(TEXTS)  # three times the same, never twice so
 
 
+def test_special_tokens_in_the_text_stay_whole_and_bad_text_is_named(tokenizer):
+    cut = CutAnew(tokenizer, 0.5, 0)
+    ids = cut.encode("a cat</s>sat")
+    assert ids.count(tokenizer.eos_id) == 2
+    assert tokenizer.decode(ids) == tokenizer.decode(tokenizer.encode("a cat</s>sat"))
+    long = "x" * 5000
+    assert tokenizer.decode(cut.encode(long)) == long
+    with pytest.raises(ClearheadError, match="cannot be tokenised"):
+        cut.encode_batch(["fine", "half \ud800"])
+
+
+def test_other_tokenisers_are_refused():
+    for kind in ("unigram", "words", "characters"):
+        with pytest.raises(ClearheadError, match="byte-level BPE"):
+            CutAnew(train_tokenizer(kind, TEXTS), 0.1, 0)
+
+
 def test_a_seed_gives_the_same_pieces_and_another_others(tokenizer):
     first, again, other = (CutAnew(tokenizer, 0.3, s).encode_batch(TEXTS) for s in (1, 1, 2))
     assert first == again != other

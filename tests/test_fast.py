@@ -175,6 +175,17 @@ def test_x_is_rounded_in_groups_and_sums_of_whole_numbers_are_exact():
     assert float((as_read(y) - y).abs().max()) < 0.02 < float(lost.max())
 
 
+def test_tiny_numbers_are_zero_and_the_default_device_does_not_matter():
+    fast = layer("int8", 70, 96, bias=False)
+    x = torch.full((3, 96), 1e-38)
+    assert not fast(x).any()
+    assert not fast.plain(x).any()
+    x = torch.randn(3, 96)
+    with torch.device("meta"):
+        found = fast(x)
+    assert found.equal(fast(x))
+
+
 def test_what_is_no_number_stays_none():
     fast, x = layer("int8", 8, 64), torch.randn(3, 64)
     x[0, 3], x[1, 5] = torch.nan, torch.inf
@@ -389,12 +400,13 @@ def test_a_packed_model_is_saved_and_opened_again(name, form, tmp_path):
 def test_a_packed_folder_says_what_it_is(tmp_path):
     tiny_model().fast("int8").save(tmp_path / "a")
     said = json.loads((tmp_path / "a" / "config.json").read_text())
-    assert (said["format"], said["form"]) == ("clearhead/2", "int8")
+    assert (said["format"], said["form"]) == ("clearhead/3", "int8")
     for change, error in (
         ({"form": "int3"}, "does not know"),
         ({"form": "int4"}, "must be"),
         ({"form": None}, "does not know"),
-        ({"format": "clearhead/3"}, "not a Clearhead model"),
+        ({"format": "clearhead/9"}, "not a Clearhead model"),
+        ({"format": "clearhead/2"}, "packed by an older version"),
         ({"format": "clearhead/1"}, "do not fit"),
     ):
         (tmp_path / "a" / "config.json").write_text(json.dumps(said | change))

@@ -158,8 +158,9 @@ def test_intervals_cover_what_they_promise_and_repeat():
     assert mean_interval([0.3] * 5).low == pytest.approx(0.3)
     # all of ten right: Wilson's interval, as tables have it
     assert mean_interval([True] * 10).low == pytest.approx(0.7225, abs=1e-4)
-    assert mean_interval([1.0] * 10).high == 1.0
-    assert mean_interval([0] * 10).high == pytest.approx(0.2775, abs=1e-4)
+    assert mean_interval([True] * 10).high == 1.0
+    assert mean_interval([1.0] * 10).low == 1.0  # no share: a loss may be 1, too
+    assert mean_interval([False] * 10).high == pytest.approx(0.2775, abs=1e-4)
     a = np.arange(30.0)
     perfect = bootstrap(lambda rows: spearman(a[rows], a[rows]), 30, samples=50)
     assert perfect.low == pytest.approx(1)

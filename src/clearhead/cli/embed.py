@@ -34,8 +34,6 @@ class Args(TextArgs):
 
 def run(args: Args) -> None:
     """Load, embed, print."""
-    import torch
-
     from clearhead.cli.models import open_model
     from clearhead.cli.texts import chunks, read_texts, say_json
 
@@ -47,6 +45,8 @@ def run(args: Args) -> None:
         )
     texts = read_texts(args.texts, args.file)
     model = open_model(args.model)
+    import torch
+
     begun, parts = time.perf_counter(), []
     for some in chunks(texts):
         vectors = model.embed(list(some))

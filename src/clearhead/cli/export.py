@@ -29,6 +29,9 @@ class Args:
 
 def run(args: Args) -> None:
     """Load the model and write it."""
+    from clearhead.paths import check_there
+
+    check_there(args.model)
     from rich.console import Console
 
     from clearhead.api import export

@@ -37,6 +37,9 @@ class Args:
 
 def run(args: Args) -> None:
     """Load, pack, measure, write."""
+    from clearhead.paths import check_there
+
+    check_there(args.model)
     from rich.console import Console
 
     from clearhead.cli.models import open_model

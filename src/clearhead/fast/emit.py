@@ -9,7 +9,7 @@ multiplied with all rows, whatever it is stored as (but for int8, which has a pr
 A thread takes whole strips. Up to `Shape.direct` rows of x, weights go from memory straight into
 the sums, which are kept in registers; from there on a strip is unpacked into a buffer of fp32
 first, which stays in the nearest cache while all tiles of x pass over it. What will be needed two
-strips later is asked for in time: without that int8 reaches half of the bandwidth, since a
+strips later is asked for in time: without that half of the bandwidth is reached, since a
 processor looks ahead by instructions and not by bytes.
 
 Every row of x goes through the same additions in the same order however many rows there are, so

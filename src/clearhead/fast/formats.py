@@ -29,6 +29,7 @@ GROUP = 32  # weights that share a scale
 # int8: the number that is added to codes; numbers of x that share a scale; rows of a block, and
 # weights of each that stand together; what the length of a row is filled up to a multiple of.
 OFFSET, READ, BESIDE, QUAD, WIDTH = 128, 256, 64, 4, 64
+TINY = 1e-30  # a group of x without a larger number is 0: 127 / it would not be finite
 BLOCK = 2**22  # weights that are worked on at a time
 
 # int4: how far the ends of a group's range are drawn in, as parts of it, each end by itself.
@@ -64,10 +65,12 @@ def unpack(stored: Tensor, scales: Tensor, form: Form, k: int) -> Float[Tensor, 
 def as_read(x: Float[Tensor, "*b k"]) -> Float[Tensor, "*b k"]:
     """x as a product with int8 takes it: 256 numbers of a row rounded to 255 steps."""
     k = x.shape[-1]
-    groups = F.pad(x, (0, -k % READ)).unflatten(-1, (-1, READ))
+    groups = F.pad(x.float(), (0, -k % READ)).unflatten(-1, (-1, READ))
     most = groups.abs().amax(dim=-1, keepdim=True)
-    steps = torch.where(most == 0, 0.0, torch.full_like(most, 127) / most)  # (not 127 * (1 / most))
-    return ((groups * steps).round() * (most / 127)).flatten(-2)[..., :k]
+    steps = torch.where(
+        most < TINY, 0.0, torch.full_like(most, 127) / most
+    )  # (not 127 * (1 / most))
+    return ((groups * steps).round() * (most / 127)).flatten(-2)[..., :k].to(x.dtype)
 
 
 def scratch_bytes(m: int, k: int) -> int:

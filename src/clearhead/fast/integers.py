@@ -8,7 +8,8 @@
 A processor multiplies four bytes in each lane of a vector with four others, and adds them to the
 lane, in one instruction (VNNI), or two bytes (AVX2): a quarter of the instructions of fp32, so that
 up to some dozens of rows of x memory is what is waited for, and a long prompt is read several times
-as fast. Sums of whole numbers are exact: the result is the same on every processor.
+as fast. Sums of whole numbers are exact: the result is the same on every
+processor that has compiled code.
 
 A lane is an output. So W lies in blocks of 64 rows, in which four weights of a row stand beside
 those of the next row, and four numbers of x are spread over all lanes:
@@ -24,7 +25,7 @@ from typing import Any
 from llvmlite import ir
 
 from clearhead.fast import emit
-from clearhead.fast.formats import BESIDE, OFFSET, QUAD, READ, WIDTH
+from clearhead.fast.formats import BESIDE, OFFSET, QUAD, READ, TINY, WIDTH
 from clearhead.fast.words import F32, I8, I16, I32, Function, Shape
 
 AHEAD = 2  # blocks
@@ -89,7 +90,7 @@ def _read_group(f: Function, places: tuple[Any, Any, Any], first: Any, last: Any
         f.b.store(f.call("llvm.maximum", f.vector, size, f.b.load(most, typ=f.vector)), most)
     name = f"llvm.vector.reduce.fmaximum.v{lanes}f32"
     largest = f.b.call(f.outside(name, F32, [f.vector]), [f.b.load(most, typ=f.vector)])
-    zero = f.b.fcmp_ordered("==", largest, ir.Constant(F32, 0.0))
+    zero = f.b.fcmp_ordered("<", largest, ir.Constant(F32, TINY))
     steps = f.b.fdiv(ir.Constant(F32, 127.0), largest)
     steps = f.everywhere(f.b.select(zero, ir.Constant(F32, 0.0), steps))
     total = f.variable(words)

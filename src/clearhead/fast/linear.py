@@ -2,7 +2,8 @@
 
 Few rows (a step of decoding: one a sequence or beam) take the compiled product, which reads each
 weight once. Many rows (a prompt, a batch of texts) are bound by arithmetic: there torch's own
-product is the quicker one, on weights that are unpacked a block at a time.
+product is the quicker one, on weights that are unpacked a block at a time. int8 has its own product
+for any number of rows.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class FastLinear(nn.Module):
         threads = 1 if rows * n * k < SMALL else compiled.threads()
         run = compiled.product(self.form).run
         if self.form == "int8":
-            scratch = torch.empty(scratch_bytes(rows, k), dtype=torch.uint8)
+            scratch = x.new_empty(scratch_bytes(rows, k), dtype=torch.uint8)
             run(x.data_ptr(), *self.addresses, *ends, threads, scratch.data_ptr())
         else:
             run(x.data_ptr(), *self.addresses, *ends, threads, 0)

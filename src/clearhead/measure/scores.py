@@ -217,7 +217,7 @@ def bootstrap(
     replacement. Draws for which it is not defined (a correlation of equal numbers) do not count.
     """
     require(count > 0 and samples > 0, "Drawing anew takes at least one example and one sample.")
-    require(0 < level < 1, f"level is the confidence, between 0 and 1, not {level}.")
+    _check_level(level)
     dice = np.random.default_rng(seed)
     drawn = [measure(dice.integers(count, size=count)) for _ in range(samples)]
     values = [value for value in drawn if not math.isnan(value)] or [math.nan]
@@ -228,15 +228,21 @@ def bootstrap(
 def mean_interval(values: Numbers, **how: Any) -> Interval:
     """The interval of a mean: of an accuracy (each example 0 or 1), a token F1, an exact match.
 
-    Where all examples are right, or all wrong, drawing them anew shows no doubt at all: there it is
-    that of Wilson (1927) for a share.
+    Where all examples are right, or all wrong (True or False), drawing them anew shows no doubt at
+    all: there it is that of Wilson (1927) for a share.
     """
-    numbers = np.asarray(values, dtype=np.float64)
-    if len(numbers) and np.all(numbers == numbers[0]) and numbers[0] in (0.0, 1.0):
+    given = np.asarray(values)
+    numbers = given.astype(np.float64)
+    if given.dtype == bool and len(given) and given.min() == given.max():
+        _check_level(how.get("level", LEVEL))
         z = NormalDist().inv_cdf((1 + how.get("level", LEVEL)) / 2)
         doubt = z * z / (len(numbers) + z * z)
         return Interval(1.0 - doubt, 1.0) if numbers[0] else Interval(0.0, doubt)
     return bootstrap(lambda rows: float(numbers[rows].mean()), len(numbers), **how)
+
+
+def _check_level(level: float) -> None:
+    require(0 < level < 1, f"level is the confidence, between 0 and 1, not {level}.")
 
 
 def _check_equal(expected: Any, found: Any) -> None:

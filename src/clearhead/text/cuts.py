@@ -15,26 +15,34 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterable
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from clearhead.errors import require
+from clearhead.text.tiktoken import byte_letters
 from clearhead.text.tokenizer import Tokenizer
 
 CUTS = 16  # of a word
+LONG = 100  # bytes; a longer word is cut there first
 
 
 class CutAnew(Tokenizer):
-    """A tokeniser of BPE that leaves merges out; for texts to train on, and for nothing else."""
+    """A tokeniser of byte-level BPE that leaves merges out; for training text alone."""
 
     def __init__(self, tokenizer: Tokenizer, rate: float, seed: int) -> None:
         backend = tokenizer.backend
-        model = json.loads(backend.to_str())["model"]
+        said = json.loads(backend.to_str())
+        model, before = said["model"], said["pre_tokenizer"] or {}
         require(
-            model["type"] == "BPE" and backend.pre_tokenizer is not None,
-            "Merges can be left out of a BPE tokeniser, and this is another: leave its dropout 0.",
+            model["type"] == "BPE"
+            and before.get("type") == "ByteLevel"
+            and said["normalizer"] is None
+            and set(byte_letters().values()) <= set(model["vocab"]),
+            "Merges can be left out of a byte-level BPE tokeniser as it is learnt here; this is "
+            "another: leave tokenizer.dropout 0.",
         )
         target = tokenizer.target
         other = None if target is tokenizer else CutAnew(target, rate, seed + 1)
@@ -44,17 +52,39 @@ class CutAnew(Tokenizer):
         self.rate, self.seed = rate, seed
         self._cuts: dict[str, list[list[str]]] = {}
         self._dice = random.Random(seed)
+        whole = [token.content for token in backend.get_added_tokens_decoder().values()]
+        self._whole = re.compile("(" + "|".join(map(re.escape, whole)) + ")") if whole else None
         # Pieces are looked up whole; what stands around a text stays as it was.
         any_piece = next(iter(model["vocab"]))  # one must be named; every byte is a piece
-        self._pieces = Backend(models.WordLevel(model["vocab"], unk_token=any_piece))
+        self._pieces = Backend(models.WordLevel(backend.get_vocab(), unk_token=any_piece))
         self._pieces.post_processor = backend.post_processor
+
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """The ids of a text, each word in one of its cuts."""
+        return self.encode_batch([text], special)[0]
 
     def encode_batch(self, texts: Iterable[str], special: bool = True) -> list[list[int]]:
         """The ids of many texts, each word in one of its cuts."""
-        cut = self.backend.pre_tokenizer.pre_tokenize_str
-        rows = [[piece for word, _ in cut(text) for piece in self._one(word)] for text in texts]
+        texts = list(texts)
+        try:
+            rows = [self._row(text) for text in texts]
+        except (UnicodeError, TypeError):
+            return super().encode_batch(texts, special)  # names the text at fault
         found = self._pieces.encode_batch(rows, is_pretokenized=True, add_special_tokens=special)
         return [encoding.ids for encoding in found]
+
+    def _row(self, text: str) -> list[str]:
+        """The pieces of a text; special tokens that are written in it stay whole."""
+        parts = [text] if self._whole is None else self._whole.split(text)
+        row: list[str] = []
+        for number, part in enumerate(parts):
+            if number % 2:  # what the expression found
+                row.append(part)
+                continue
+            for word, _ in self.backend.pre_tokenizer.pre_tokenize_str(part):
+                for start in range(0, len(word), LONG):
+                    row += self._one(word[start : start + LONG])
+        return row
 
     def _one(self, word: str) -> list[str]:
         if word not in self._cuts:

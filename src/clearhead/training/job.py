@@ -89,7 +89,6 @@ def prepare(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Job:
     corpus = open_corpus(data.source, data.valid, data.test, data.split, data.limit)
     objective = data.objective.prepare(corpus)
     check_metric(recipe.eval.metric, objective.kind)
-    _check_rdrop(recipe, objective)
     start: Model | None = None
     drawn: tuple[str, ...] = ()
     if recipe.model.source:
@@ -99,6 +98,7 @@ def prepare(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Job:
     model.tokenizer = tokenizer
     _companions(model, objective, tokenizer)
     recipe = _with_width(recipe, model)
+    _check_rdrop(recipe, objective, model)
     freeze(model.net, recipe.optim.freeze)
     if recipe.train.lora is not None:
         add_lora(model.net, recipe.train.lora, torch.Generator().manual_seed(recipe.train.seed))
@@ -110,12 +110,18 @@ def prepare(recipe: Recipe, tokenizer: Tokenizer | None = None) -> Job:
     return Job(recipe, objective, model, stream, valid, length, drawn, mark)
 
 
-def _check_rdrop(recipe: Recipe, objective: Objective) -> None:
+def _check_rdrop(recipe: Recipe, objective: Objective, model: Model) -> None:
     """Two passes can be compared where each target is asked by a distribution."""
     require(
         not recipe.optim.rdrop or objective.ask in SUITED,
         f"optim.rdrop compares predictions of tokens, labels or tags, and {objective.kind} asks "
         "for none: leave it out.",
+    )
+    rates = [getattr(part, "p", getattr(part, "dropout", 0.0)) for part in model.net.modules()]
+    require(
+        not recipe.optim.rdrop or any(isinstance(rate, float) and rate > 0 for rate in rates),
+        "optim.rdrop compares two passes under other dropout, and this model has none: set "
+        "model.dropout, or leave it out.",
     )
 
 
@@ -201,6 +207,12 @@ def _stream(
     recipe: Recipe, corpus: Corpus, objective: Objective, tokenizer: Tokenizer, length: int
 ) -> Batches:
     train, by_tokens = recipe.train, recipe.data.by == "tokens"
+    rate = getattr(recipe.tokenizer, "dropout", 0.0)
+    require(
+        not rate or (not corpus.endless and not recipe.model.source),
+        "tokenizer.dropout is for a tokeniser that the run learns, on text that is there: leave it "
+        "0 with made data, and with a model to start from.",
+    )
     if corpus.endless:
         return Endless(corpus, objective, tokenizer, train.batch, train.seed)
     store = _training_store(recipe, corpus, objective, tokenizer)

@@ -4,7 +4,7 @@ check.
 config.json          {"format": "clearhead/1", "family": "gpt2", "config": {...}}
 model.safetensors    every parameter once (aliases are left out)
 
-A model whose linear layers are packed has the format "clearhead/2" and says "form": "int8"; its
+A model whose linear layers are packed has the format "clearhead/3" and says "form": "int8"; its
 file has their codes and scales (`fast.formats`).
 """
 
@@ -31,7 +31,8 @@ from clearhead.models.base import Net
 from clearhead.models.family import FamilyConfig, check_depth, family
 from clearhead.weights.convert import NONE, Faults, fill
 
-FORMAT, PACKED = "clearhead/1", "clearhead/2"
+FORMAT, PACKED = "clearhead/1", "clearhead/3"
+OLDER = "clearhead/2"  # packed, with another layout of int8
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 LABELS = "labels.json"
 COMPANIONS = ("generation_config.json", "preprocessor_config.json", LABELS)
@@ -86,6 +87,11 @@ def load_model(folder: str | Path) -> tuple[Net, FamilyConfig]:
     folder = Path(folder)
     description = read_config(folder)
     require(
+        description.get("format") != OLDER,
+        f"{folder} was packed by an older version, which laid weights out otherwise: run clearhead "
+        "quantise again on the model that it was made from.",
+    )
+    require(
         description.get("format") in (FORMAT, PACKED),
         f"{folder / CONFIG} is not a Clearhead model (its format is {description.get('format')!r}, "
         f"not {FORMAT!r} or {PACKED!r}).",
@@ -115,7 +121,8 @@ def _filled(net: Net, tensors: dict[str, Tensor], faults: Faults = NONE) -> Net:
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta:
                 # (empty_like of a meta tensor imports a compiler, for a second)
-                setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
+                new = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+                setattr(module, name, new)
     net.reset_tables()
     return net.eval()
 
