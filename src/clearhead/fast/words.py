@@ -14,7 +14,7 @@ from clearhead.fast.formats import GROUP
 
 F32, I8, I16, I32, I64 = ir.FloatType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))
 POINTER, VOID = ir.PointerType(), ir.VoidType()
-BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}  # of a weight
+BYTES = {"fp32": 4.0, "bf16": 2.0, "int4": 0.5}  # of a weight; int8 has blocks of its own
 
 
 @dataclass(frozen=True)

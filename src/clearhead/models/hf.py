@@ -47,7 +47,7 @@ EPSILONS = frozenset({"layer_norm_epsilon", "layer_norm_eps", "rms_norm_eps"})
 PARTS = ("text_config", "vision_config", "rope_parameters", "rope_scaling")
 LARGEST = 1 << 24  # beyond all published models, and two of them can still be multiplied
 
-# Their words for rates of dropout; here a model has one.
+# Their words for rates of dropout; here a model has one (llama a second, for attention weights).
 RATES = (
     "dropout dropout_rate hidden_dropout hidden_dropout_prob resid_pdrop embd_pdrop "  # noqa: SIM905
     "attention_dropout attention_probs_dropout_prob attn_pdrop activation_dropout "
