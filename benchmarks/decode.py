@@ -22,10 +22,12 @@ is the share of tokens that are ours in the same place (a near tie changes all t
 fewer bits change many), or of vectors. "Roof" is the share of the measured memory bandwidth that
 reading every weight once a token takes.
 
-Contenders take turns in one process, another first in every round, with a pause before each, since
-the threads of some spin on for a while. "Ratio" is the median over the rounds of (their time / our
-time): above 1 they are slower. Ours is that with as many bits: "beside" says which. "workers" are
-CTranslate2 with a worker for every thread, which its documentation advises for many texts.
+Contenders take turns, another first in every round, each in a process of its own that sleeps while
+it waits: in one process their thread pools count each other's threads, and all of them are two or
+three times slower. There is a pause before each turn, since the threads of some spin on. "Ratio" is
+the median over the rounds of (their time / our time): above 1 they are slower. Ours is that with as
+many bits: "beside" says which. "workers" are CTranslate2 with a worker for every thread, which its
+documentation advises for many texts.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ from typing import Any, Literal
 import decode_models as models
 import decode_peers as peers
 import torch
+import torch.multiprocessing
 import tyro
 from decode_models import Contender, Work
 from torch import Tensor
@@ -56,6 +59,7 @@ from train_step import summary
 from clearhead.measure.roofs import measure
 
 OURS = "clearhead"
+SPAWN = torch.multiprocessing.get_context("spawn")
 REST = 0.3  # seconds; OpenMP's threads spin for up to 0.2
 ROUNDS = {"gpt2": 5, "batch16": 3, "translation": 5, "encoder": 7, "start": 5}
 NEW = {"gpt2": 128, "batch16": 128, "translation": 32, "start": 1}
@@ -139,12 +143,11 @@ def main(args: Args) -> None:
         more = {}
         if args.task == "translation" and not args.only:
             more = beam_memory(stage.work)
-        contenders, outputs, absent = gather(args, stage)
-        shares = check(stage, contenders, outputs)
-        del outputs
+        contenders, absent = gather(args, stage, Path(folder))
+        shares = check(stage, {name: one.output for name, one in contenders.items()})
         bandwidth = memory_roof() if args.task in ("gpt2", "batch16") else None
         rounds = args.rounds or ROUNDS[args.task]
-        times = take_turns({name: one.run for name, one in contenders.items()}, rounds)
+        times = take_turns(contenders, rounds)
         results = {}
         for name, one in contenders.items():
             beside = beside_whom(name, times)
@@ -158,42 +161,81 @@ def main(args: Args) -> None:
         report(args, stage, results, {"bandwidth": bandwidth, "left_out": absent, **more})
 
 
-def gather(args: Args, stage: Stage) -> tuple[dict[str, Contender], dict[str, Any], dict[str, str]]:
-    """Those who take part, what each of them made of the work, and why others do not."""
+class Player:
+    """A contender in a process of its own."""
+
+    def __init__(self, args: Args, folder: Path, name: str) -> None:
+        here, there = SPAWN.Pipe()
+        self.pipe = here
+        self.process = SPAWN.Process(target=play, args=(there, args, folder, name), daemon=True)
+        self.process.start()
+        there.close()
+        self.held, self.output = self.answer()
+
+    def answer(self) -> Any:
+        """What it says next; what it raised is raised here."""
+        try:
+            said = self.pipe.recv()
+        except EOFError:
+            raise RuntimeError("its process died") from None
+        if isinstance(said, BaseException):
+            raise said
+        return said
+
+    def run(self) -> float:
+        """The seconds that it takes for all of the work."""
+        self.pipe.send("go")
+        return self.answer()
+
+
+def play(pipe: Any, args: Args, folder: Path, name: str) -> None:
+    """What a contender's process does: get ready, do the work once, then again when it is told."""
+    torch.set_num_threads(args.threads)
+    try:
+        contender = STAGES[args.task](args, folder).offers[name]()
+        pipe.send((contender.held, contender.read(contender.run())))
+        while True:
+            pipe.recv()
+            start = time.perf_counter()
+            contender.run()
+            pipe.send(time.perf_counter() - start)
+    except EOFError:  # all is done
+        pass
+    except (ImportError, FileNotFoundError) as error:
+        pipe.send(error)
+    except Exception as error:
+        pipe.send(RuntimeError(f"it fails: {type(error).__name__}: {error}"))
+
+
+def gather(args: Args, stage: Stage, folder: Path) -> tuple[dict[str, Player], dict[str, str]]:
+    """Those who take part, and why others do not."""
     unknown = sorted(set(args.only) - set(stage.offers))
     known = ", ".join(stage.offers)
     assert not unknown, f"--only: there is no {', '.join(unknown)}; there are {known}"
     chosen = {OURS, *args.only, *(beside_whom(name, stage.offers) for name in args.only)}
-    contenders, outputs, absent = {}, {}, {}
-    for name, make in stage.offers.items():
+    contenders, absent = {}, {}
+    for name in stage.offers:
         if args.only and name not in chosen:
             continue
         try:
-            contender = make()
-            outputs[name] = contender.read(contender.run())
+            contenders[name] = Player(args, folder, name)
         except ImportError as error:
-            absent[name] = f"{error.name} is not installed (pip install {error.name})"
-        except FileNotFoundError as error:
-            absent[name] = str(error)
-        except Exception as error:
+            absent[name] = f"{error} (pip install -e '.[bench]')"
+        except (FileNotFoundError, RuntimeError) as error:
             if name.startswith(OURS):
                 raise
-            absent[name] = f"it fails: {type(error).__name__}: {error}"
-        else:
-            contenders[name] = contender
+            absent[name] = str(error)
         state = f"left out: {absent[name]}" if name in absent else "ready"
         print(f"{name} is {state}", file=sys.stderr, flush=True)
-    return contenders, outputs, absent
+    return contenders, absent
 
 
-def check(
-    stage: Stage, contenders: Mapping[str, Contender], outputs: Mapping[str, Any]
-) -> dict[str, float | None]:
+def check(stage: Stage, outputs: Mapping[str, Any]) -> dict[str, float | None]:
     """Equal work: the share of what each made that is ours. Stops where somebody did less, or
     computes something else.
     """
     shares: dict[str, float | None] = {}
-    for name in contenders:
+    for name in outputs:
         mine, its = outputs[beside_whom(name, outputs, rounded=False)], outputs[name]
         shares[name] = None if its is None else agreement(mine, its)
         if its is None or isinstance(its, Tensor):
@@ -231,17 +273,15 @@ def memory_roof() -> float | None:
     return None if roofs is None else roofs.bandwidth
 
 
-def take_turns(runs: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+def take_turns(contenders: Mapping[str, Player], rounds: int) -> dict[str, list[float]]:
     """Times in seconds: one run each a round, another first in every round."""
-    names = list(runs)
+    names = list(contenders)
     times: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
             time.sleep(REST)
-            start = time.perf_counter()
-            runs[name]()
-            times[name].append(time.perf_counter() - start)
+            times[name].append(contenders[name].run())
     return times
 
 
@@ -345,7 +385,8 @@ print(prompt + tokenizer.decode(found.sequences_ids[0]))
 def start_stage(args: Args, folder: Path) -> Stage:
     """Fresh processes; the files are in the page cache, and what we compile once is compiled."""
     work = decoder_work(args, folder, 1)
-    work.model.save(folder / "own")
+    if not (folder / "own").exists():
+        work.model.save(folder / "own")
     command = str(Path(sys.executable).with_name("clearhead"))
     settings = ["--max-new-tokens", "1", "--temperature", "0"]
     own = [command, "generate", str(folder / "own"), work.texts[0], *settings]

@@ -83,12 +83,15 @@ class Work:
     @cached_property
     def hf(self) -> Path:
         """A folder for transformers."""
-        ch.export(self.model, self.folder / "hf")
+        if not (self.folder / "hf").exists():
+            ch.export(self.model, self.folder / "hf")
         return self.folder / "hf"
 
     @cached_property
     def ct2(self) -> Path:
         """A folder for CTranslate2, in fp32."""
+        if (self.folder / "ct2").exists():
+            return self.folder / "ct2"
         from ctranslate2.converters import TransformersConverter
 
         class Converter(TransformersConverter):

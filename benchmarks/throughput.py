@@ -64,6 +64,7 @@ from train_step import (
 from clearhead.data.batch import Batch
 from clearhead.memory import keep_freed_memory
 from clearhead.models import bart, gpt2
+from clearhead.training.adam import Adam
 from clearhead.training.job import Job, prepare
 from clearhead.training.loss import batch_loss, token_loss
 from clearhead.training.run import read_recipe
@@ -132,11 +133,17 @@ class Entry:
     """Slots in a round, padding included."""
     same: bool = True
     """Whether it has the same weights as ours, so that its first loss must be the same."""
+    ours: bool = False
+    """Whether it is ours, which has our optimiser: torch's fused AdamW with kept lists."""
     optimiser: torch.optim.Optimizer = field(init=False)
     """Its own."""
 
     def __post_init__(self) -> None:
-        self.optimiser = torch.optim.AdamW(self.net.parameters(), lr=RATE, fused=True)
+        more: dict[str, Any] = {"lr": RATE, "weight_decay": 1e-2, "fused": True}
+        if self.ours:
+            self.optimiser = Adam(self.net.parameters(), decoupled_weight_decay=True, **more)
+        else:
+            self.optimiser = torch.optim.AdamW(self.net.parameters(), **more)
 
     def round(self) -> None:
         """One step for each loss."""
@@ -260,14 +267,14 @@ def decoders(args: Args) -> Made:
     weights = to_theirs(named(model.net), gpt2.keys(model.config), shape.layers)
     weights = {name: tensor.clone() for name, tensor in weights.items()}
 
-    def entry(contender: Contender, same: bool = True) -> Entry:
+    def entry(contender: Contender, same: bool = True, ours: bool = False) -> Entry:
         loss = partial(contender.loss, ids, targets)
-        return Entry(contender.net, [loss], ids.numel(), ids.numel(), same)
+        return Entry(contender.net, [loss], ids.numel(), ids.numel(), same, ours)
 
-    yield OURS, lambda: entry(own(model.net))
+    yield OURS, lambda: entry(own(model.net), ours=True)
     if args.compile:
         twin = ours(shape).net
-        yield f"{OURS}-compiled", lambda: entry(own_compiled(twin))
+        yield f"{OURS}-compiled", lambda: entry(own_compiled(twin), ours=True)
     if args.nanogpt is None:
         yield "nanoGPT", no_checkout
     else:
@@ -315,14 +322,18 @@ def translators(args: Args) -> Made:
     weights = to_theirs(named(job.model.net), table, config.n_layers)
     weights = {name: tensor.clone() for name, tensor in weights.items()}
 
-    def entry(net: nn.Module, way: str, loss: Callable[[Batch], Tensor]) -> Entry:
+    def entry(
+        net: nn.Module, way: str, loss: Callable[[Batch], Tensor], ours: bool = False
+    ) -> Entry:
         batches = ways[way]
         tokens, slots = sum(b.tokens for b in batches), sum(b.slots for b in batches)
-        return Entry(net.train(), [partial(loss, b) for b in batches], tokens, slots)
+        losses = [partial(loss, b) for b in batches]
+        return Entry(net.train(), losses, tokens, slots, ours=ours)
 
     def mine(way: str) -> Entry:
         net = prepare(job.recipe).model.net  # the same weights in memory of its own
-        return entry(net, way, lambda b: batch_loss(net, b, job.objective.ask) / b.count)
+        loss = partial(batch_loss, net, ask=job.objective.ask)
+        return entry(net, way, lambda b: loss(b) / b.count, ours=True)
 
     def peer(make: Callable[..., nn.Module], way: str) -> Entry:
         net = make(config, weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 import clearhead as ch
 from clearhead.data.batch import IGNORED, Batch
 from clearhead.errors import ClearheadError
+from clearhead.training.adam import Adam
 from clearhead.training.average import EMA, mean_weights, swapped
 from clearhead.training.loss import (
     LOSSES,
@@ -211,7 +213,8 @@ def test_vectors_are_not_decayed():
 
 def test_adam_of_2017_has_the_papers_constants():
     (adam,) = build_optimisers(net(), OptimConfig(name="adam"))
-    assert type(adam) is torch.optim.Adam
+    assert isinstance(adam, torch.optim.Adam)
+    assert not adam.defaults["decoupled_weight_decay"]
     assert adam.defaults["betas"] == (0.9, 0.98)
     assert adam.defaults["eps"] == 1e-9
     assert all(group["weight_decay"] == 0.0 for group in adam.param_groups)
@@ -338,3 +341,46 @@ def test_an_ema_has_its_closed_form():
     with swapped(model, ema.weights):
         assert model.weight.item() == pytest.approx(wanted, rel=1e-5)
     assert model.weight.equal(before)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_adam_with_kept_lists_is_torchs_bit_for_bit(decoupled):
+    ours, theirs = net(), net()
+    more = {"weight_decay": 0.1, "decoupled_weight_decay": decoupled, "fused": True}
+    mine, slow = (
+        kind([{"params": list(n.parameters())[:5]}, {"params": list(n.parameters())[5:]}], **more)
+        for kind, n in ((Adam, ours), (torch.optim.Adam, theirs))
+    )
+    torch.manual_seed(1)
+    ways = set()
+    for step in range(12):
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        if step == 5:  # a parameter that took no part: its own count falls behind
+            next(ours.parameters()).grad = next(theirs.parameters()).grad = None
+        if step == 8:
+            mine.load_state_dict(copy.deepcopy(slow.state_dict()))
+        for group in (*mine.param_groups, *slow.param_groups):
+            group["lr"] = 1e-2 / (step + 1)
+        mine.step()
+        slow.step()
+        ways.add(bool(mine.kept))
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(a, b), step
+    assert ways == {True, False}  # both ways were gone
+    for index, state in slow.state_dict()["state"].items():
+        for name, value in state.items():
+            assert torch.equal(mine.state_dict()["state"][index][name], value), name
+
+
+def test_adam_counts_on_where_all_parameters_take_part_again():
+    ours = net()
+    (adam,) = build_optimisers(ours, OptimConfig(name="adamw"))
+    for _ in range(3):
+        for p in ours.parameters():
+            p.grad = torch.ones_like(p)
+        adam.step()
+    assert adam.kept
+    assert float(adam.kept[0].count) == 3
+    assert {float(state["step"]) for state in adam.state_dict()["state"].values()} == {3.0}

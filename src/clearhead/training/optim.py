@@ -17,12 +17,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from clearhead.config import Spec
 from clearhead.errors import did_you_mean, require
+from clearhead.training.adam import Adam
 from clearhead.training.muon import Muon
 from clearhead.training.schedule import Schedule, WarmupStableDecay
 
@@ -132,10 +132,7 @@ def _adam(config: OptimConfig, groups: list[dict[str, Any]]) -> Iterator[Optimiz
         "eps": EPS[config.name],
         "fused": device in ("cpu", "cuda", "mps"),
     }
-    if config.name == "adam":
-        yield torch.optim.Adam(groups, **more)
-    else:
-        yield torch.optim.AdamW(groups, **more)
+    yield Adam(groups, decoupled_weight_decay=config.name != "adam", **more)
 
 
 def _depth_factor(net: nn.Module, name: str, decay: float) -> float:
