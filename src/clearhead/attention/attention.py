@@ -9,6 +9,7 @@ view has the angles) or by a relative bias (the layer has the vectors).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from jaxtyping import Float
@@ -28,6 +29,8 @@ class Attention(nn.Module):
 
     kernel: Kernel
     rotary: Rotary | Rotary2D | None
+    joint: Callable[[Tensor], Sequence[Tensor]] | None = None
+    """x -> its queries, keys and values in one product, in the run-time form."""
 
     def __init__(
         self,
@@ -81,26 +84,40 @@ class Attention(nn.Module):
         """Without a view everybody sees everybody; `state` remembers keys and values."""
         if view is None:
             view = self._open_view(x, source)
-        q = self._heads(self.q_proj(x), self.n_heads)
+        k = v = None
+        if self.joint is not None and source is None:
+            q, k, v = self.joint(x)
+        else:
+            q = self.q_proj(x)
+        q = self._heads(q, self.n_heads)
         if self.q_norm is not None:
             q = self.q_norm(q)
         if self.rotary is not None and view.rotary is not None:
             q = self.rotary.rotate(q, view.rotary)
         q = self.q(q)
-        k, v = self.keys_values(x if source is None else source, view, state)
+        k, v = self.keys_values(x if source is None else source, view, state, k, v)
         return self.out_proj(self._attend(q, k, v, view))
 
-    def keys_values(self, source: Tensor, view: View, state: State | None) -> tuple[Tensor, Tensor]:
-        """The keys and values of this call, or all that the state has with them."""
+    def keys_values(
+        self,
+        source: Tensor,
+        view: View,
+        state: State | None,
+        k: Tensor | None = None,
+        v: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The keys and values of this call, or all that the state has with them; `k` and `v` are
+        the source's projections where they are known.
+        """
         if isinstance(state, CrossKV) and state.k is not None:
             return state.k, state.v  # type: ignore[return-value]
-        k = self._heads(self.k_proj(source), self.n_kv_heads)
+        k = self._heads(self.k_proj(source) if k is None else k, self.n_kv_heads)
         if self.k_norm is not None:
             k = self.k_norm(k)
         if self.rotary is not None and view.rotary is not None:
             k = self.rotary.rotate(k, view.rotary)
         k = self.k(k)
-        v = self.v(self._heads(self.v_proj(source), self.n_kv_heads))
+        v = self.v(self._heads(self.v_proj(source) if v is None else v, self.n_kv_heads))
         if isinstance(state, KV):
             return state.update(k, v)
         if isinstance(state, CrossKV):

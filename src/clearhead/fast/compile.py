@@ -15,7 +15,7 @@ import importlib.util
 import os
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,8 @@ class Product:
 
     run: Any
     """(x, w, scales, bias, out, m, n, k, threads, scratch), addresses and sizes."""
+    several: Any
+    """(x, table, count, 0, out, m, 0, k, threads, scratch): several products of one x."""
     unpack: Any
     """(w, scales, out, n, k); int8 has none, whose product takes any number of rows."""
     owner: Any
@@ -69,25 +71,54 @@ class Product:
 @functools.cache
 def product(form: str) -> Product:
     """The compiled product of a weight format."""
+    return loaded(form, _code_of(form))
+
+
+@functools.cache
+def steps() -> dict[str, Any]:
+    """Name -> the compiled function, of those in `steps.NAMES`."""
+    from clearhead.fast.steps import NAMES
+
+    return steps_of(_code_of("steps"), NAMES)
+
+
+def _code_of(name: str) -> bytes:
+    """The code of a format's product, or of the steps, for this processor."""
     require(available(), MISSING)
     import llvmlite
     from llvmlite import binding as llvm
 
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    name, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features()
+    host, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features()
     shape = _shape(dict(features))
-    text = _text(form, shape)
+    text = _text(name, shape)
     machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=name, features=features.flatten(), opt=3
+        cpu=host, features=features.flatten(), opt=3
     )
-    key = "\n".join((text, name, features.flatten(), machine.triple, llvmlite.__version__))
-    kept = _folder() / f"{form}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.o"
-    return loaded(form, _kept(kept, form, shape, machine))
+    key = "\n".join((text, host, features.flatten(), machine.triple, llvmlite.__version__))
+    kept = _folder() / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.o"
+    return _kept(kept, name, shape, machine)
 
 
 def loaded(form: str, code: bytes) -> Product:
-    """The functions of compiled code."""
+    """The product and its companion in compiled code."""
+    engine = _engine(code)
+    ends = ("", "_several", "_unpack")
+    run, several, unpack = (engine.get_function_address(form + end) for end in ends)
+    ten, five = (ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * n) for n in (10, 5))
+    return Product(ten(run), ten(several), five(unpack) if unpack else None, engine)
+
+
+def steps_of(code: bytes, names: Iterable[str]) -> dict[str, Any]:
+    """The functions of the steps in compiled code; they take ten whole numbers each."""
+    engine, kind = _engine(code), ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 10)
+    found = {name: kind(engine.get_function_address(f"steps_{name}")) for name in names}
+    return found | {"owner": engine}
+
+
+def _engine(code: bytes) -> Any:
+    """What keeps compiled code in memory."""
     from llvmlite import binding as llvm
 
     for symbol, address in _openmp().items():
@@ -96,19 +127,15 @@ def loaded(form: str, code: bytes) -> Product:
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
-    run, unpack = (engine.get_function_address(form + end) for end in ("", "_unpack"))
-    whole = ctypes.c_int64
-    return Product(
-        ctypes.CFUNCTYPE(None, *[whole] * 10)(run),
-        ctypes.CFUNCTYPE(None, *[whole] * 5)(unpack) if unpack else None,
-        engine,
-    )
+    return engine
 
 
 def _text(form: str, shape: Any) -> str:
-    """LLVM's text for a format."""
-    from clearhead.fast import emit, integers
+    """LLVM's text for a format, or for the steps."""
+    from clearhead.fast import emit, integers, steps
 
+    if form == "steps":
+        return steps.write_module(form, shape)
     if form != "int8":
         return emit.write_module(form, shape)
     narrow = replace(shape, lanes=8) if shape.dot == "madd" else shape  # as AVX2 has it
@@ -133,7 +160,8 @@ def _kept(path: Path, form: str, shape: Any, machine: Any) -> bytes:
         code = path.read_bytes()
         if hashlib.sha256(code[:-32]).digest() == code[-32:]:  # whole
             return code[:-32]
-    tell(f"compiling the {form} product for this processor, once")
+    what = "the steps between products" if form == "steps" else f"the {form} product"
+    tell(f"compiling {what} for this processor, once")
     code = compiled_code(form, shape, machine)
     with contextlib.suppress(OSError):  # a disk that cannot be written to costs time, no more
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -51,10 +51,11 @@ FORK, WHO, TEAM = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"
 
 
 def write_module(name: str, shape: Shape) -> str:
-    """LLVM's text for one weight format (of int8: `integers`), with two functions.
+    """LLVM's text for one weight format (of int8: `integers`), with three functions.
 
-    <name>(x, w, scales, bias, out, m, n, k, threads, scratch)   the product, on so many threads
-    <name>_unpack(w, scales, out, n, k)                          W in fp32
+    <name>(x, w, scales, bias, out, m, n, k, threads, scratch)      the product, on so many threads
+    <name>_several(x, table, count, 0, out, m, 0, k, threads, 0)    several products of one x
+    <name>_unpack(w, scales, out, n, k)                             W in fp32
     """
     module = ir.Module(name)
     strips = Function(module, f"{name}_strips", 10, shape, name)
@@ -63,6 +64,9 @@ def write_module(name: str, shape: Shape) -> str:
     worker.write(lambda f: write_worker(f, strips.function))
     product = Function(module, name, 10, shape, name)
     product.write(lambda f: write_product(f, strips.function, worker.function))
+    worker, each = write_each(module, strips, STRIP)
+    several = Function(module, f"{name}_several", 10, shape, name)
+    several.write(lambda f: write_several(f, each, worker))
     Function(module, f"{name}_unpack", 5, shape, name).write(_unpack_all)
     return str(module)
 
@@ -294,10 +298,22 @@ def _count(f: Function, n: Any, unit: int) -> Any:
 
 def write_product(f: Function, strips: ir.Function, worker: ir.Function, unit: int = STRIP) -> None:
     """On this thread alone, or through OpenMP; a strip has `unit` rows of W."""
+    _shared_out(f, worker, strips, [f.const(0), _count(f, f.args[6], unit)])
+
+
+def write_several(f: Function, each: ir.Function, worker: ir.Function) -> None:
+    """The same for several W, whose outputs stand behind each other: a part of each a thread.
+
+    The table has (w, scales, bias, n) of each.
+    """
+    _shared_out(f, worker, each, [f.const(0), f.const(1)])
+
+
+def _shared_out(f: Function, worker: ir.Function, whole: ir.Function, ends: list[Any]) -> None:
     threads, given = f.args[8], f.args[:8]
     with f.b.if_else(f.b.icmp_signed("<=", threads, f.const(1))) as (alone, together):
         with alone:
-            f.b.call(strips, [*given, f.const(0), _count(f, f.args[6], unit)])
+            f.b.call(whole, [*given, *ends])
         with together:
             shared = f.b.ptrtoint(f.b.alloca(I64, f.const(8)), I64)
             for i, value in enumerate(given):
@@ -309,13 +325,48 @@ def write_product(f: Function, strips: ir.Function, worker: ir.Function, unit: i
 
 def write_worker(f: Function, strips: ir.Function, unit: int = STRIP) -> None:
     """The part of one thread, of those that came: they may be fewer than were asked for."""
+    given, number, threads = _part(f)
+    f.b.call(strips, [*given, *_share(f, _count(f, given[6], unit), number, threads)])
+
+
+def write_each(module: ir.Module, strips: Function, unit: int) -> tuple[ir.Function, ir.Function]:
+    """What a thread does for several products, and the part of one that knows its number."""
+    name, shape, form = strips.function.name, strips.shape, strips.form
+    each = Function(module, f"{name}_each", 10, shape, form)
+    each.write(lambda f: _each(f, strips.function, unit))
+
+    def write(f: Function) -> None:
+        given, number, threads = _part(f)
+        f.b.call(each.function, [*given, number, threads])
+
+    worker = Function(module, f"{name}_each_worker", 1, shape, form)
+    worker.write(write)
+    return worker.function, each.function
+
+
+def _each(f: Function, strips: ir.Function, unit: int) -> None:
+    x, table, count, _, out, m, _, k, number, threads = f.args
+    place = f.variable(I64, out)
+    with f.loop(f.const(0), count) as i:
+        at, to = f.add(table, f.times(i, 32)), f.b.load(place, typ=I64)
+        w, scales, bias, n = (f.load(f.add(at, 8 * j), I64, 8) for j in range(4))
+        ends = _share(f, _count(f, n, unit), number, threads)
+        f.b.call(strips, [x, w, scales, bias, to, m, n, k, *ends])
+        f.b.store(f.add(to, f.times(f.times(m, n), 4)), place)
+
+
+def _part(f: Function) -> tuple[list[Any], Any, Any]:
+    """What a thread was given, its number, and how many there are."""
     given = [f.load(f.add(f.args[0], 8 * i), I64, 8) for i in range(8)]
     number, threads = (
         f.b.sext(f.b.call(f.outside(name, I32, []), []), I64) for name in (WHO, TEAM)
     )
-    count = _count(f, given[6], unit)
-    first, last = (f.b.sdiv(f.times(count, f.add(number, i)), threads) for i in (0, 1))
-    f.b.call(strips, [*given, first, last])
+    return given, number, threads
+
+
+def _share(f: Function, count: Any, number: Any, threads: Any) -> list[Any]:
+    """From where to where a thread goes."""
+    return [f.b.sdiv(f.times(count, f.add(number, i)), threads) for i in (0, 1)]
 
 
 def _unpack_all(f: Function) -> None:

@@ -15,11 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clearhead.attention.attention import Attention
+from clearhead.attention.softmax import Softmax
 from clearhead.errors import ClearheadError, did_you_mean, require
 from clearhead.fast import compile as compiled
+from clearhead.fast.between import FastSoftmax, fast_activation, joint
 from clearhead.fast.formats import FORMS, GROUP, Form, pack, stored_as
 from clearhead.fast.linear import FastEmbedding, FastLinear
 from clearhead.fast.rounding import round_to_int4, second_moments
+from clearhead.layers.ffn import FFN, GatedFFN
 from clearhead.models.base import Net
 from clearhead.tap import taps
 
@@ -51,6 +55,7 @@ def make_fast(net: Net, form: Form, text: Tensor | None = None) -> Net:
         for table in tables.get(f"{name}.weight", ()):
             new.set_submodule(table, FastEmbedding(fast))
     _drop_ties(new)
+    _quicken(new)
     refresh(new)
     return new.eval()
 
@@ -171,6 +176,7 @@ def take_packed(
         for table in tables.get(f"{name}.weight", ()):
             net.set_submodule(table, FastEmbedding(fast))
     _drop_ties(net)
+    _quicken(net)
     net.requires_grad_(False)
     return left
 
@@ -234,6 +240,21 @@ def _linears(net: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in list(net.named_modules()):
         if type(module) is nn.Linear or (isinstance(module, FastLinear) and module.form == "fp32"):
             yield name, module
+
+
+def _quicken(net: Net) -> None:
+    """Give attention and feed-forward layers their compiled parts."""
+    if not compiled.available():
+        return
+    for module in net.modules():
+        if isinstance(module, Attention):
+            module.joint = joint(module.q_proj, module.k_proj, module.v_proj)
+            if type(module.kernel) is Softmax:
+                module.kernel = FastSoftmax(module.kernel)
+        elif isinstance(module, GatedFFN):
+            module.joint = joint(module.gate_proj, module.in_proj)
+        if isinstance(module, (FFN, GatedFFN)):
+            module.activation = fast_activation(module.activation)
 
 
 def _drop_ties(net: Net) -> None:

@@ -29,11 +29,12 @@ from clearhead.fast.formats import BESIDE, OFFSET, QUAD, READ, TINY, WIDTH
 from clearhead.fast.words import F32, I8, I16, I32, Function, Shape
 
 AHEAD = 2  # blocks
+ZERO = 0x4B400000  # the bits of `Function.whole` for 0
 SCALE, LESS = 0, 4  # a group of x: its scale, and what its sums start with
 
 
 def write_module(name: str, shape: Shape) -> str:
-    """LLVM's text, with one function: <name>(x, w, scales, bias, out, m, n, k, threads, scratch).
+    """LLVM's text, with the functions of `emit` but for unpacking.
 
     `scratch` has room for `formats.scratch_bytes(m, k)`.
     """
@@ -45,16 +46,20 @@ def write_module(name: str, shape: Shape) -> str:
     worker = Function(module, f"{name}_worker", 1, shape, name)
     worker.write(lambda f: emit.write_worker(f, blocks.function, BESIDE))
     product = Function(module, name, 10, shape, name)
-    product.write(lambda f: _product(f, read.function, blocks.function, worker.function))
+    with_x = partial(_x_as_whole_numbers, read=read.function)
+    product.write(lambda f: emit.write_product(with_x(f), blocks.function, worker.function, BESIDE))
+    worker_of_each, each = emit.write_each(module, blocks, BESIDE)
+    several = Function(module, f"{name}_several", 10, shape, name)
+    several.write(lambda f: emit.write_several(with_x(f), each, worker_of_each))
     return str(module)
 
 
-def _product(f: Function, read: ir.Function, blocks: ir.Function, worker: ir.Function) -> None:
+def _x_as_whole_numbers(f: Function, read: ir.Function) -> Function:
     """x is read on this thread; the blocks are shared out."""
     x, m, k, scratch = f.args[0], f.args[5], f.args[7], f.args[9]
     f.b.call(read, [x, scratch, m, k])
     f.args[0] = scratch
-    emit.write_product(f, blocks, worker, BESIDE)
+    return f
 
 
 # --- x as whole numbers: a row's bytes, then the scale and the correction of each group ---
@@ -96,11 +101,10 @@ def _read_group(f: Function, places: tuple[Any, Any, Any], first: Any, last: Any
     total = f.variable(words)
     with f.loop(first, last, lanes) as k:
         numbers = f.b.fmul(f.floats(f.add(start, f.times(k, 4))), steps)
-        whole = f.call("llvm.rint", f.vector, numbers)
-        name = f"llvm.fptosi.sat.v{lanes}i32.v{lanes}f32"
-        whole = f.b.call(f.outside(name, words, [f.vector]), [whole])
-        f.b.store(f.b.add(whole, f.b.load(total, typ=words)), total)
-        small = f.b.trunc(whole, ir.VectorType(I8, lanes))
+        _, bits = f.whole(numbers)
+        less = f.b.sub(bits, f.spread(ZERO, I32))
+        f.b.store(f.b.add(less, f.b.load(total, typ=words)), total)
+        small = f.b.trunc(bits, ir.VectorType(I8, lanes))
         f.b.store(small, f.pointer(f.add(to, k)), align=1)
     name = f"llvm.vector.reduce.add.v{lanes}i32"
     sum_ = f.b.call(f.outside(name, I32, [words]), [f.b.load(total, typ=words)])

@@ -14,6 +14,7 @@ from clearhead.fast.formats import GROUP
 
 F32, I8, I16, I32, I64 = ir.FloatType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))
 POINTER, VOID = ir.PointerType(), ir.VoidType()
+MAGIC = 3 << 22  # from here to 2^24, fp32 has the whole numbers alone
 BYTES = {"fp32": 4.0, "bf16": 2.0, "int4": 0.5}  # of a weight; int8 has blocks of its own
 
 
@@ -120,6 +121,16 @@ class Function:
 
     def fma(self, x: Any, y: Any, z: Any) -> Any:
         return self.call("llvm.fma", self.vector, x, y, z)
+
+    def whole(self, vector: Any, more: int = 0) -> tuple[Any, Any]:
+        """The nearest whole numbers (below 2^22) as fp32, and as bits whose lower 22 are the number
+        and `more`: added to so much, fp32 has no room for anything behind the point. (What LLVM has
+        for it goes lane by lane.)
+        """
+        large = self.spread(float(MAGIC + more))
+        sum_ = self.b.fadd(vector, large)
+        words = ir.VectorType(I32, self.shape.lanes)
+        return self.b.fsub(sum_, large), self.b.bitcast(sum_, words)
 
     def total(self, vector: Any) -> Any:
         """The sum of all lanes, in whatever order is quickest."""

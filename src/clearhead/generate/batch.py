@@ -161,8 +161,13 @@ def prefill(
     rest = [row[n:] for row, n in zip(rows, known, strict=True)]
     ids, at = pad_rows(rest, device, known)
     last = torch.tensor([len(row) - 1 for row in rest], device=device)
-    logits = net.decode(ids, at=at, cache=cache)
-    logits = logits[torch.arange(len(rows), device=device), last]
+    numbers = torch.arange(len(rows), device=device)
+    if memory is None:  # of a prompt's logits only the last are asked for
+        x = net.states(ids, at, cache)[numbers, last].unsqueeze(1)
+        ends = [len(row) - 1 for row in rows]
+        logits = net.head(x, Positions.ragged([1] * len(rows), start=ends, device=device))[:, 0]
+    else:
+        logits = net.decode(ids, at=at, cache=cache)[numbers, last]
     check_logits(logits)
     if memory is None and prefixes is not None:
         prefixes.keep(cache, prompts)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from clearhead.errors import require
 from clearhead.generate.rules import NEVER, NONE, apply_rules, bar
-from clearhead.generate.sampling import Sampling, choose
+from clearhead.generate.sampling import Sampling, best, choose
 
 End = Literal["token", "string", "limit", "positions", "constraint"]
 
@@ -170,7 +170,7 @@ def _choose_party(logits: Float[Tensor, "b v"], rows: Sequence[Row]) -> Int[Tens
             "constraint) rule out all of them. Relax one.",
         )
     if not sampling.temperature:
-        return logits.argmax(dim=-1)
+        return best(logits)
     if sampling.seed is None:
         return choose(logits, *sampling.how)
     for row in rows:

@@ -8,7 +8,7 @@ Position-wise means: two convolutions of width 1 (`as_convolutions` is that twin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -81,6 +81,9 @@ class FFN(nn.Module):
 class GatedFFN(nn.Module):
     """Widen twice; the one decides how much of the other passes."""
 
+    joint: Callable[[Tensor], Sequence[Tensor]] | None = None
+    """x -> both in one product, in the run-time form."""
+
     def __init__(
         self, d_model: int, d_ff: int, activation: Activation = "silu", bias: bool = False
     ) -> None:
@@ -92,7 +95,8 @@ class GatedFFN(nn.Module):
         self.hidden = Tap()
 
     def forward(self, x: Float[Tensor, "b t m"]) -> Float[Tensor, "b t m"]:
-        return self.out_proj(self.hidden(self.activation(self.gate_proj(x)) * self.in_proj(x)))
+        gate, value = (self.gate_proj(x), self.in_proj(x)) if self.joint is None else self.joint(x)
+        return self.out_proj(self.hidden(self.activation(gate) * value))
 
 
 class FFNConfig(Spec):

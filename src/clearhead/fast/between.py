@@ -1,0 +1,148 @@
+"""The run-time form of what is between the products, and of products that share their input.
+
+Each does what its plain twin does, and is that twin wherever the compiled code has no place: other
+types and devices, masks, many queries.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from clearhead.attention.softmax import Heads, Keys, Pattern, Softmax
+from clearhead.attention.view import View
+from clearhead.fast import compile as compiled
+from clearhead.fast.formats import scratch_bytes
+from clearhead.fast.linear import SMALL, FastLinear
+from clearhead.layers.ffn import ACTIVATIONS
+
+QUERIES = 8  # of a head; from there on torch's kernel is as quick
+FEW = 2**14  # numbers that one thread has done before another one is there
+LANES = 16  # a head's width is a multiple of the widest vector
+COMPILED = ("gelu_tanh", "quick_gelu", "silu")
+
+
+class FastSoftmax(Softmax):
+    """Full attention of a few queries."""
+
+    def __init__(self, like: Softmax) -> None:
+        super().__init__(like.scale, like.dropout)
+        (bits,) = struct.unpack("<i", struct.pack("<f", like.scale))
+        self.bits = bits
+        self.train(like.training)
+
+    def forward(self, q: Heads, k: Keys, v: Keys, view: View, bias: Pattern | None = None) -> Heads:
+        """[b, h, q, d]."""
+        rows, heads, queries, d = q.shape
+        steps, last = q.stride(), k.stride()
+        if (
+            view.plain != "all"
+            or queries > QUERIES
+            or bias is not None
+            or view.bias is not None
+            or d % LANES
+            or steps[3] != 1
+            or last != v.stride()
+            or last[2:] != (d, 1)
+            or not q.dtype == k.dtype == torch.float32
+            or not q.is_cpu
+            or (q.requires_grad and torch.is_grad_enabled())
+        ):
+            return super().forward(q, k, v, view, bias)
+        keys = k.shape[2]
+        told = (heads, heads // k.shape[1], d, keys, queries, *steps[:3], *last[:2], self.bits)
+        facts = array("q", told)
+        out = q.new_empty((rows, queries, heads, d))
+        ends = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), facts.buffer_info()[0]
+        count = rows * heads
+        threads = 1 if count * queries * keys * d < SMALL else compiled.threads()
+        compiled.steps()["attend"](*ends, 0, count, 0, threads, 0)
+        return out.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class FastActivation:
+    """One of `ACTIVATIONS`."""
+
+    name: str
+    """Which."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gradients = x.requires_grad and torch.is_grad_enabled()
+        if x.dtype != torch.float32 or not x.is_cpu or not x.is_contiguous() or gradients:
+            return ACTIVATIONS[self.name](x)
+        out, count = torch.empty_like(x), x.numel()
+        threads = 1 if count < FEW else compiled.threads()
+        run = compiled.steps()[self.name]
+        run(x.data_ptr(), 0, 0, 0, out.data_ptr(), 0, count, 0, threads, 0)
+        return out
+
+
+def fast_activation(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The compiled form of an activation that has one, else itself."""
+    for name in COMPILED:
+        if activation is ACTIVATIONS[name]:
+            return FastActivation(name)
+    return activation
+
+
+class Joint:
+    """Several linear layers that read the same x, in one call."""
+
+    def __init__(self, *linears: FastLinear) -> None:
+        self.linears = linears
+        self.widths = tuple(linear.out_features for linear in linears)
+        self.first = linears[0]
+        self._known: Any = None
+        self._table: Any = None
+
+    def __call__(self, x: Float[Tensor, "*b k"]) -> list[Tensor]:
+        """The output of each."""
+        first, k = self.first, self.first.in_features
+        rows = x.numel() // k
+        if (
+            not 0 < rows <= first.most
+            or not all(linear.here for linear in self.linears)
+            or x.dtype != torch.float32
+            or x.shape[-1] != k
+            or not x.is_cpu
+            or (x.requires_grad and torch.is_grad_enabled())
+        ):
+            return [linear(x) for linear in self.linears]
+        x = x.contiguous()
+        total = sum(self.widths)
+        out = x.new_empty(rows * total)
+        threads = 1 if rows * total * k < SMALL else compiled.threads()
+        scratch = None
+        if first.form == "int8":
+            scratch = x.new_empty(scratch_bytes(rows, k), dtype=torch.uint8)
+        place = 0 if scratch is None else scratch.data_ptr()
+        ends = x.data_ptr(), self.table(), len(self.linears), 0, out.data_ptr()
+        compiled.product(first.form).several(*ends, rows, 0, k, threads, place)
+        shape = x.shape[:-1]
+        parts = out.split([rows * width for width in self.widths])
+        return [part.view(*shape, n) for part, n in zip(parts, self.widths, strict=True)]
+
+    def table(self) -> int:
+        """Where the product finds the tensors of each layer."""
+        now = [linear.addresses for linear in self.linears]
+        if now != self._known:
+            rows = [(*at, n) for at, n in zip(now, self.widths, strict=True)]
+            numbers = [number for row in rows for number in row]
+            self._known, self._table = now, array("q", numbers)
+        return self._table.buffer_info()[0]
+
+
+def joint(*layers: Any) -> Joint | None:
+    """One call for these layers, if they are packed alike."""
+    packed = all(isinstance(layer, FastLinear) and layer.compilable for layer in layers)
+    if not packed or len({(layer.form, layer.in_features) for layer in layers}) != 1:
+        return None
+    return Joint(*layers)
