@@ -8,7 +8,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as theirs
 
 from clearhead.errors import ClearheadError
-from clearhead.generate.sampling import Sampling, choose, probabilities
+from clearhead.generate.sampling import Sampling, best, best_few, choose, probabilities
 
 CASES = [
     {},
@@ -149,3 +149,25 @@ def test_hardly_any_temperature_is_the_best_token(temperature):
 def test_nothing_is_drawn_at_temperature_0():
     with pytest.raises(ClearheadError, match="nothing is drawn"):
         probabilities(torch.zeros(1, 3), temperature=0.0)
+
+
+@pytest.mark.parametrize("size", [37, 6000, 32_000, 50_257])
+@pytest.mark.parametrize("k", [1, 8, 50])
+def test_the_best_few_are_those_of_topk(size, k):
+    k = min(k, size)
+    x = torch.randn(3, 2, size, generator=torch.Generator().manual_seed(size + k))
+    x[0, 0, -1] = 9.0  # behind the last whole part
+    x[1] = -torch.inf
+    x[1, :, :k] = torch.arange(float(k))
+    values, indices = best_few(x, k)
+    expected = x.topk(k, dim=-1)
+    assert values.equal(expected.values)
+    assert indices.equal(expected.indices)
+
+
+def test_the_best_token_is_torch_s_and_the_first_of_equal_ones():
+    logits = torch.randn(5, 1000)
+    logits[1, [7, 300]] = 50.0
+    assert best(logits).tolist() == logits.argmax(dim=-1).tolist()
+    assert best(logits)[1] == 7
+    assert best(logits.bfloat16()).shape == (5,)

@@ -170,7 +170,7 @@ class Model:
         """
         self._check_head("masked_lm", "Filling masks")
         many = [text] if isinstance(text, str) else list(text)
-        masks = fill_masks(self.net, self._tokenizer(), many, self._text_len(), best)
+        masks = fill_masks(self._quick(self.net), self._tokenizer(), many, self._text_len(), best)
         found = [each[0] if len(each) == 1 else each for each in masks]
         return found[0] if isinstance(text, str) else found
 
@@ -221,7 +221,7 @@ class Model:
         texts = [texts] if isinstance(texts, str) else list(texts)
         own = '{"kind": "pooling", "mode": "mean", "normalise": true}'
         self._check_head("pooling", "Embedding texts", own)
-        return embed_texts(self.net, self._tokenizer(), texts, self._text_len())
+        return embed_texts(self._quick(self.net), self._tokenizer(), texts, self._text_len())
 
     def score(self, text: str, source: str | None = None) -> Float[Tensor, " n"]:
         """The log-probability of each token of a text but the first, given those before it; for an
@@ -247,7 +247,9 @@ class Model:
         many = [texts] if isinstance(texts, (str, tuple)) else list(texts)
         length = self._text_len()
         true = self.config.head.true  # type: ignore[attr-defined]
-        found = classify_texts(self.net, self._tokenizer(), many, self.labels, length, true)
+        found = classify_texts(
+            self._quick(self.net), self._tokenizer(), many, self.labels, length, true
+        )
         return found[0] if isinstance(texts, (str, tuple)) else found
 
     def tag(self, text: str | Sequence[str]) -> list[tuple[str, str]]:
@@ -256,13 +258,15 @@ class Model:
         words = text.split() if isinstance(text, str) else list(text)
         require(len(words) > 0, "There are no words to tag.")
         tokenizer, length = self._tokenizer(), self._text_len()
-        (tags,) = tag_sentences(self.net, tokenizer, [words], self.labels, length)
+        (tags,) = tag_sentences(self._quick(self.net), tokenizer, [words], self.labels, length)
         return list(zip(words, tags, strict=True))
 
     def answer(self, question: str, context: str) -> Answer:
         """The piece of the context that answers a question: its text, place and probability."""
         self._check_head("span", "Answering questions")
-        return answer_question(self.net, self._tokenizer(), question, context, self._text_len())
+        return answer_question(
+            self._quick(self.net), self._tokenizer(), question, context, self._text_len()
+        )
 
     def see(self, *images: Any) -> Float[Tensor, "n c h w"]:
         """Pictures (paths, or what Pillow opened) as the numbers that this model takes."""

@@ -50,14 +50,14 @@ class FastSoftmax(Softmax):
             or d % LANES
             or steps[3] != 1
             or last != v.stride()
-            or last[2:] != (d, 1)
+            or last[3] != 1
             or not q.dtype == k.dtype == torch.float32
             or not q.is_cpu
             or (q.requires_grad and torch.is_grad_enabled())
         ):
             return super().forward(q, k, v, view, bias)
         keys = k.shape[2]
-        told = (heads, heads // k.shape[1], d, keys, queries, *steps[:3], *last[:2], self.bits)
+        told = (heads, heads // k.shape[1], d, keys, queries, *steps[:3], *last[:3], self.bits)
         facts = array("q", told)
         out = q.new_empty((rows, queries, heads, d))
         ends = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), facts.buffer_info()[0]

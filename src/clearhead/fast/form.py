@@ -24,6 +24,7 @@ from clearhead.fast.formats import FORMS, GROUP, Form, pack, stored_as
 from clearhead.fast.linear import FastEmbedding, FastLinear
 from clearhead.fast.rounding import round_to_int4, second_moments
 from clearhead.layers.ffn import FFN, GatedFFN
+from clearhead.memory import keep_freed_memory
 from clearhead.models.base import Net
 from clearhead.tap import taps
 
@@ -110,6 +111,8 @@ class Quick:
         self._made: tuple[Net, tuple[object, ...], Net] | None = None
 
     def __call__(self, net: Net) -> Net:
+        if _on_cpu(net):
+            keep_freed_memory()  # a batch of texts was a quarter quicker
         if not worth_it(net):
             return net
         now = _mark(net)

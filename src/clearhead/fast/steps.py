@@ -28,7 +28,7 @@ WIDE = 4  # keys, and vectors of a value, that are worked on at a time
 # What `attend` is told in `facts`, each 8 bytes:
 FACTS = (
     *("heads", "group", "d", "keys", "queries"),
-    *("q_row", "q_head", "q_query", "k_row", "k_head", "scale"),
+    *("q_row", "q_head", "q_query", "k_row", "k_head", "k_key", "scale"),
 )
 EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
 
@@ -150,7 +150,8 @@ def _scores(f: Function, places: tuple[Any, Any, Any], facts: dict[str, Any], sc
     most = f.variable(F32, ir.Constant(F32, -math.inf))
 
     def some(first: Any, count: int) -> None:
-        at = [f.add(keys, f.times(f.times(f.add(first, j), facts["d"]), 4)) for j in range(count)]
+        step = f.times(facts["k_key"], 4)
+        at = [f.add(keys, f.times(step, f.add(first, j))) for j in range(count)]
         totals = [f.variable(f.vector) for _ in at]
         with f.loop(f.const(0), facts["d"], f.shape.lanes) as i:
             asked = f.floats(f.add(q, f.times(i, 4)))
@@ -199,7 +200,7 @@ def _weighted_sum(
         sums = [f.variable(f.vector) for _ in range(vectors)]
         with f.loop(f.const(0), facts["keys"]) as j:
             weight = f.everywhere(f.load(f.add(weights, f.times(j, 4)), F32, 4))
-            value = f.add(values, f.times(f.add(f.times(j, d), first), 4))
+            value = f.add(values, f.times(f.add(f.times(j, facts["k_key"]), first), 4))
             for i, place in enumerate(sums):
                 numbers = f.floats(f.add(value, 4 * lanes * i))
                 f.b.store(f.fma(weight, numbers, f.b.load(place, typ=f.vector)), place)

@@ -36,6 +36,7 @@ from clearhead.attention.cache import Cache
 from clearhead.errors import require
 from clearhead.generate.batch import Rows, check_logits, prefill, row_limits
 from clearhead.generate.rules import NONE, Rules, apply_rules
+from clearhead.generate.sampling import best_few
 from clearhead.layers.stack import Memory
 from clearhead.tap import Activations, capture
 
@@ -146,6 +147,7 @@ def beam_search(
             if len(kept) == 0:
                 return [source.best() for source in sources]
             _follow(cache, parents, kept)
+            del logits  # as large as all else that is new in a step
             logits = net.decode(running.written[:, :, -1].reshape(-1, 1), cache=cache)[:, -1]
             check_logits(logits)
             if looks is not None:
@@ -314,11 +316,11 @@ class _Running:
         if taken is not None:
             own = own - self.beam.diversity_penalty * taken.unsqueeze(1)
         count = min(max(2, 1 + len(self.beam.stop)), v) * self.size
-        top = own.topk(min(count, v), dim=2)  # no more of one beam can be among the best of all
-        sums = self.scores[:, first:last].unsqueeze(2) + top.values
-        best = sums.flatten(1).topk(count, dim=1)
-        tokens = top.indices.flatten(1).gather(1, best.indices)
-        parents = first + best.indices // top.values.shape[2]
+        # No more of one beam can be among the best of all.
+        values, indices = best_few(own, min(count, v))
+        best = (self.scores[:, first:last].unsqueeze(2) + values).flatten(1).topk(count, dim=1)
+        tokens = indices.flatten(1).gather(1, best.indices)
+        parents = first + best.indices // values.shape[2]
         if taken is None:
             return best.values, best.values, parents, tokens
         values = self.scores.gather(1, parents) + log_p.flatten(1).gather(1, parents * v + tokens)

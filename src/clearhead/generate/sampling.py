@@ -27,6 +27,7 @@ from clearhead.generate.rules import NONE, Rules
 
 Logits = Float[Tensor, "b v"]
 FEW = 1024
+PART = 128  # tokens whose best one is compared with that of others first
 Dice = torch.Generator | Sequence[torch.Generator | None] | None
 
 
@@ -112,6 +113,24 @@ def best(logits: Logits) -> Int[Tensor, " b"]:
     return logits.argmax(dim=-1)
 
 
+def best_few(x: Float[Tensor, "*b v"], k: int) -> tuple[Float[Tensor, "*b k"], Int[Tensor, "*b k"]]:
+    """The k largest of a row, the largest first, and where they stand.
+
+    Of a large vocabulary only those k parts are looked through whose largest number is among the k
+    largest of all parts: the others cannot have any.
+    """
+    parts = x.shape[-1] // PART
+    if not x.is_cpu or 4 * k > parts:
+        return x.topk(k, dim=-1)
+    cut, rest = x[..., : parts * PART].unflatten(-1, (parts, PART)), x[..., parts * PART :]
+    where = cut.amax(dim=-1).topk(k, dim=-1).indices
+    found = cut.gather(-2, where.unsqueeze(-1).expand(*where.shape, PART)).flatten(-2)
+    best = torch.cat((found, rest), dim=-1).topk(k, dim=-1)
+    inside = where.gather(-1, (best.indices // PART).clamp(max=k - 1)) * PART + best.indices % PART
+    behind = best.indices + (parts - k) * PART
+    return best.values, torch.where(best.indices < k * PART, inside, behind)
+
+
 def choose(
     logits: Logits,
     temperature: float = 0.0,
@@ -167,7 +186,7 @@ def _candidates(
     require(temperature > 0, "At temperature 0 the best token is taken, and nothing is drawn.")
     logits, index = logits.float(), None
     if 0 < top_k < logits.shape[-1]:
-        logits, index = logits.topk(top_k, dim=-1)
+        logits, index = best_few(logits, top_k)
     # The best at 0, and no division by 0: then no temperature, however small, makes a number that
     # is not one.
     temperature = max(temperature, torch.finfo(torch.float32).tiny)

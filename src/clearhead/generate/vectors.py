@@ -1,4 +1,4 @@
-"""Texts as vectors, in batches sorted by length so that little is padding."""
+"""Texts as vectors, in batches of similar length so that little is padding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from clearhead.errors import require
-from clearhead.generate.batch import pad_rows
+from clearhead.generate.batch import by_length, pad_rows
+
+SLOTS = 1024  # of a batch: fewer make small products, more are less alike and leave the cache
 
 
 @torch.inference_mode()
@@ -18,15 +20,12 @@ def run_encoder(
     net: Any,
     rows: Sequence[Sequence[int]],
     types: Sequence[Sequence[int]] | None = None,
-    batch: int = 32,
 ) -> list[Tensor]:
     """An encoder's output for every row of ids, in the order given."""
     require(all(len(row) > 0 for row in rows), "A text has no tokens at all: give it at least one.")
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     device = next(net.parameters()).device
     outputs: list[Tensor] = [torch.empty(0)] * len(rows)
-    for start in range(0, len(order), batch):
-        chosen = order[start : start + batch]
+    for chosen in by_length([len(row) for row in rows], SLOTS):
         ids, at = pad_rows([rows[i] for i in chosen], device)
         kinds = None if types is None else pad_rows([types[i] for i in chosen], device)[0]
         with net.at_rest():
