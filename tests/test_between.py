@@ -20,6 +20,7 @@ from clearhead.attention.view import View
 from clearhead.fast import compile as compiled
 from clearhead.fast.between import (
     COMPILED,
+    KEYS,
     FastActivation,
     FastSoftmax,
     Joint,
@@ -47,6 +48,20 @@ def heads(rows, count, length, d, size=None):
     return torch.randn(rows, count, size or length, d)[:, :, :length]
 
 
+@pytest.fixture
+def ran(monkeypatch):
+    """The names of the compiled functions that were run."""
+    names, steps = [], compiled.steps()
+
+    class Noted(dict):
+        def __getitem__(self, name):
+            names.append(name)
+            return super().__getitem__(name)
+
+    monkeypatch.setattr(compiled, "steps", lambda: Noted(steps))
+    return names
+
+
 CASES = [  # rows, heads, key heads, queries, d, keys
     (1, 12, 12, 1, 64, 160),
     (3, 4, 2, 2, 48, 7),
@@ -57,7 +72,7 @@ CASES = [  # rows, heads, key heads, queries, d, keys
 
 
 @pytest.mark.parametrize(("rows", "n", "groups", "queries", "d", "keys"), CASES)
-def test_attention_of_a_few_queries_is_its_slow_twin(rows, n, groups, queries, d, keys):
+def test_attention_of_a_few_queries_is_its_slow_twin(rows, n, groups, queries, d, keys, ran):
     q = torch.randn(rows, queries, n, d).transpose(1, 2)
     k, v = heads(rows, groups, keys, d, keys + 5), heads(rows, groups, keys, d, keys + 5)
     fast, view = FastSoftmax(Softmax(0.3)), everybody(queries, keys)
@@ -67,6 +82,7 @@ def test_attention_of_a_few_queries_is_its_slow_twin(rows, n, groups, queries, d
     torch.testing.assert_close(fast(q, *across, view), expected, rtol=1e-5, atol=1e-5)
     folded = q.contiguous()  # as beams come
     torch.testing.assert_close(fast(folded, k, v, view), expected, rtol=1e-5, atol=1e-5)
+    assert ran == ["attend"] * 3
 
 
 def test_attention_keeps_far_apart_scores_and_what_is_no_number():
@@ -94,8 +110,20 @@ def test_attention_that_the_compiled_code_has_no_place_for_is_torch_s(monkeypatc
     assert fast(narrow, narrow, narrow, everybody(1, 1)).equal(narrow)
     double = wide.double()[:, :, :1]
     assert fast(double, double, double, everybody(1, 1)).equal(double)
-    learning = wide[:, :, :1].clone().requires_grad_()
-    assert fast(learning, wide, wide, everybody(1, 5)).requires_grad
+    one, learning = wide[:, :, :1], wide.clone().requires_grad_()
+    assert fast(learning[:, :, :1], wide, wide, everybody(1, 5)).requires_grad
+    assert fast(one, wide, learning, everybody(1, 5)).requires_grad
+    with pytest.raises(RuntimeError):
+        fast(one, wide, wide.double(), everybody(1, 5))
+    many = torch.zeros(1, 1, KEYS + 1, 16)
+    assert fast(many[:, :, :1], many, many, everybody(1, KEYS + 1)).shape == (1, 1, 1, 16)
+
+
+def test_attention_follows_its_scale():
+    q, k, v = heads(1, 2, 1, 16), heads(1, 2, 5, 16), heads(1, 2, 5, 16)
+    fast, view = FastSoftmax(Softmax(0.3)), everybody(1, 5)
+    fast.scale = 2.0
+    torch.testing.assert_close(fast(q, k, v, view), Kernel(2.0)(q, k, v, view))
 
 
 @pytest.mark.parametrize("name", COMPILED)
@@ -119,7 +147,8 @@ def test_other_activations_stay():
 
 def test_threads_share_the_steps_and_not_the_result():
     q, k, v = heads(5, 3, 2, 32), heads(5, 3, 11, 32), heads(5, 3, 11, 32)
-    facts = (ctypes.c_int64 * len(FACTS))(3, 1, 32, 11, 2, *q.stride()[:3], *k.stride()[:3], 0)
+    one = 0x3F800000  # the bits of 1.0
+    facts = (ctypes.c_int64 * len(FACTS))(3, 1, 32, 11, 2, *q.stride()[:3], *k.stride()[:3], one)
     x, found = torch.randn(5000), []
     for threads in (1, 2, 3):
         out, y = torch.full((5, 2, 3, 32), torch.nan), torch.full((5000,), torch.nan)
@@ -129,7 +158,8 @@ def test_threads_share_the_steps_and_not_the_result():
         steps["silu"](x.data_ptr(), 0, 0, 0, y.data_ptr(), 0, 5000, 0, threads, 0)
         found.append((out, y))
     assert all(out.equal(found[0][0]) and y.equal(found[0][1]) for out, y in found)
-    assert not found[0][0].isnan().any()
+    expected = Kernel(1.0)(q, k, v, everybody(2, 11)).transpose(1, 2)
+    torch.testing.assert_close(found[0][0], expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("lanes", [4, 8])
@@ -175,6 +205,13 @@ def test_joined_products_are_each_by_itself(form):
         assert both(x.double())[0].dtype == torch.float64
 
 
+def test_a_hook_on_a_joined_layer_is_called():
+    layers, called = [packed("int8", 64) for _ in range(2)], []
+    layers[1].register_forward_hook(lambda *_: called.append(1))
+    joint(*layers)(torch.randn(1, 64))
+    assert called == [1]
+
+
 def test_only_layers_that_are_alike_are_joined():
     assert joint(packed("int8", 64), packed("int4", 64)) is None
     assert joint(packed("int8", 64), packed("int8", 64, 128)) is None
@@ -182,7 +219,7 @@ def test_only_layers_that_are_alike_are_joined():
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_a_fast_model_has_all_of_it_and_says_the_same(family):
+def test_a_fast_model_has_all_of_it_and_says_the_same(family, ran):
     sizes = {"n_layers": 2, "d_model": 64, "n_heads": 2, "vocab_size": 50, "max_len": 32}
     model = ch.build(family, seed=0, **sizes)
     net, fast = model.net.eval(), make_fast(model.net, "fp32")
@@ -200,3 +237,4 @@ def test_a_fast_model_has_all_of_it_and_says_the_same(family):
                 each.decode(part, cache=c) for each, c in zip((net, fast), caches, strict=True)
             )
             torch.testing.assert_close(quick, plain, rtol=1e-4, atol=1e-5)
+    assert ran.count("attend") == 2 * 3  # every step but the first, whose queries see by turns

@@ -189,7 +189,7 @@ def test_what_is_no_number_stays_none():
     fast, x = layer("int8", 8, 64), torch.randn(3, 64)
     x[0, 3], x[1, 5] = torch.nan, torch.inf
     out = fast(x)
-    assert not out[:2].isfinite().any()
+    assert out[:2].isnan().all()
     close(out[2:], fast.plain(x[2:]))
 
 

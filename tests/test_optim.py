@@ -374,7 +374,7 @@ def test_adam_with_kept_lists_is_torchs_bit_for_bit(decoupled):
             assert torch.equal(mine.state_dict()["state"][index][name], value), name
 
 
-def test_adam_counts_on_where_all_parameters_take_part_again():
+def test_copies_of_adam_know_how_many_steps_it_made():
     ours = net()
     (adam,) = build_optimisers(ours, OptimConfig(name="adamw"))
     for _ in range(3):
@@ -383,4 +383,6 @@ def test_adam_counts_on_where_all_parameters_take_part_again():
         adam.step()
     assert adam.kept
     assert float(adam.kept[0].count) == 3
-    assert {float(state["step"]) for state in adam.state_dict()["state"].values()} == {3.0}
+    for one in (adam, copy.deepcopy(adam)):
+        assert {float(state["step"]) for state in one.state.values()} == {3.0}
+        assert {float(state["step"]) for state in one.state_dict()["state"].values()} == {3.0}

@@ -24,6 +24,7 @@ from clearhead.fast.linear import SMALL, FastLinear
 from clearhead.layers.ffn import ACTIVATIONS
 
 QUERIES = 8  # of a head; from there on torch's kernel is as quick
+KEYS = 2**14  # each has a number on the stack
 FEW = 2**14  # numbers that one thread has done before another one is there
 LANES = 16  # a head's width is a multiple of the widest vector
 COMPILED = ("gelu_tanh", "quick_gelu", "silu")
@@ -34,30 +35,33 @@ class FastSoftmax(Softmax):
 
     def __init__(self, like: Softmax) -> None:
         super().__init__(like.scale, like.dropout)
-        (bits,) = struct.unpack("<i", struct.pack("<f", like.scale))
-        self.bits = bits
         self.train(like.training)
 
     def forward(self, q: Heads, k: Keys, v: Keys, view: View, bias: Pattern | None = None) -> Heads:
         """[b, h, q, d]."""
         rows, heads, queries, d = q.shape
-        steps, last = q.stride(), k.stride()
+        keys, steps, last = k.shape[2], q.stride(), k.stride()
         if (
             view.plain != "all"
             or queries > QUERIES
+            or not 0 < keys <= KEYS
             or bias is not None
             or view.bias is not None
+            or (self.training and self.dropout)
             or d % LANES
             or steps[3] != 1
-            or last != v.stride()
             or last[3] != 1
-            or not q.dtype == k.dtype == torch.float32
-            or not q.is_cpu
-            or (q.requires_grad and torch.is_grad_enabled())
+            or k.shape[0] != rows
+            or heads % k.shape[1]
+            or k.shape[3] != d
+            or (v.shape, v.stride()) != (k.shape, last)
+            or not q.dtype == k.dtype == v.dtype == torch.float32
+            or not (q.is_cpu and k.is_cpu and v.is_cpu)
+            or _learning(q, k, v)
         ):
             return super().forward(q, k, v, view, bias)
-        keys = k.shape[2]
-        told = (heads, heads // k.shape[1], d, keys, queries, *steps[:3], *last[:3], self.bits)
+        (scale,) = struct.unpack("<i", struct.pack("<f", self.scale))  # its bits
+        told = (heads, heads // k.shape[1], d, keys, queries, *steps[:3], *last[:3], scale)
         facts = array("q", told)
         out = q.new_empty((rows, queries, heads, d))
         ends = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), facts.buffer_info()[0]
@@ -75,8 +79,7 @@ class FastActivation:
     """Which."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        gradients = x.requires_grad and torch.is_grad_enabled()
-        if x.dtype != torch.float32 or not x.is_cpu or not x.is_contiguous() or gradients:
+        if x.dtype != torch.float32 or not x.is_cpu or not x.is_contiguous() or _learning(x):
             return ACTIVATIONS[self.name](x)
         out, count = torch.empty_like(x), x.numel()
         threads = 1 if count < FEW else compiled.threads()
@@ -94,7 +97,9 @@ def fast_activation(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor]
 
 
 class Joint:
-    """Several linear layers that read the same x, in one call."""
+    """Several linear layers that read the same x, in one call; those that it was made for, even if
+    another one is put in the place of one of them.
+    """
 
     def __init__(self, *linears: FastLinear) -> None:
         self.linears = linears
@@ -109,11 +114,11 @@ class Joint:
         rows = x.numel() // k
         if (
             not 0 < rows <= first.most
-            or not all(linear.here for linear in self.linears)
+            or not all(linear.here and not _heard(linear) for linear in self.linears)
             or x.dtype != torch.float32
             or x.shape[-1] != k
             or not x.is_cpu
-            or (x.requires_grad and torch.is_grad_enabled())
+            or _learning(x)
         ):
             return [linear(x) for linear in self.linears]
         x = x.contiguous()
@@ -135,9 +140,18 @@ class Joint:
         now = [linear.addresses for linear in self.linears]
         if now != self._known:
             rows = [(*at, n) for at, n in zip(now, self.widths, strict=True)]
-            numbers = [number for row in rows for number in row]
-            self._known, self._table = now, array("q", numbers)
+            self._table = array("q", [number for row in rows for number in row])
+            self._known = now
         return self._table.buffer_info()[0]
+
+
+def _learning(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _heard(module: Any) -> bool:
+    """Whether somebody waits for a module to be called."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def joint(*layers: Any) -> Joint | None:

@@ -102,7 +102,7 @@ def _code_of(name: str) -> bytes:
 
 
 def loaded(form: str, code: bytes) -> Product:
-    """The product and its companion in compiled code."""
+    """The functions of a product in compiled code."""
     engine = _engine(code)
     ends = ("", "_several", "_unpack")
     run, several, unpack = (engine.get_function_address(form + end) for end in ends)

@@ -64,9 +64,9 @@ def write_module(name: str, shape: Shape) -> str:
     worker.write(lambda f: write_worker(f, strips.function))
     product = Function(module, name, 10, shape, name)
     product.write(lambda f: write_product(f, strips.function, worker.function))
-    worker, each = write_each(module, strips, STRIP)
+    worker_of_each, each = write_each(module, strips, STRIP)
     several = Function(module, f"{name}_several", 10, shape, name)
-    several.write(lambda f: write_several(f, each, worker))
+    several.write(lambda f: write_several(f, each, worker_of_each))
     Function(module, f"{name}_unpack", 5, shape, name).write(_unpack_all)
     return str(module)
 

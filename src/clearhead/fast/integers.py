@@ -109,7 +109,10 @@ def _read_group(f: Function, places: tuple[Any, Any, Any], first: Any, last: Any
     name = f"llvm.vector.reduce.add.v{lanes}i32"
     sum_ = f.b.call(f.outside(name, I32, [words]), [f.b.load(total, typ=words)])
     fact = f.add(facts, f.times(f.b.sdiv(first, f.const(READ)), 8))
-    f.store(f.b.fdiv(largest, ir.Constant(F32, 127.0)), f.add(fact, SCALE))
+    # Where the largest is infinite its steps are none, and the scale must not be a number either.
+    none = f.b.fmul(largest, ir.Constant(F32, 0.0))
+    scale = f.b.fadd(f.b.fdiv(largest, ir.Constant(F32, 127.0)), none)
+    f.store(scale, f.add(fact, SCALE))
     f.store(f.b.mul(sum_, ir.Constant(I32, -OFFSET)), f.add(fact, LESS))
 
 

@@ -2,7 +2,7 @@
 
 Prompts and sources may be ragged: empty slots are said by positions, each row counts from its own
 start, and every row gets what it would get alone, draws included (each row has its own dice). Rows
-that end leave the batch. It depends on the protocol of `models.base` alone (`new_cache`, `decode`,
+that end leave the batch. It depends on the protocol of `models.base` alone (`new_cache`, `decode`, `decode_last`,
 and `encode` for an encoder-decoder), and it is a generator: whoever stops iterating stops the work.
 """
 
@@ -161,13 +161,7 @@ def prefill(
     rest = [row[n:] for row, n in zip(rows, known, strict=True)]
     ids, at = pad_rows(rest, device, known)
     last = torch.tensor([len(row) - 1 for row in rest], device=device)
-    numbers = torch.arange(len(rows), device=device)
-    if memory is None:  # of a prompt's logits only the last are asked for
-        x = net.states(ids, at, cache)[numbers, last].unsqueeze(1)
-        ends = [len(row) - 1 for row in rows]
-        logits = net.head(x, Positions.ragged([1] * len(rows), start=ends, device=device))[:, 0]
-    else:
-        logits = net.decode(ids, at=at, cache=cache)[numbers, last]
+    logits = net.decode_last(ids, at, cache, last)
     check_logits(logits)
     if memory is None and prefixes is not None:
         prefixes.keep(cache, prompts)

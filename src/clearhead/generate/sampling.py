@@ -125,10 +125,9 @@ def best_few(x: Float[Tensor, "*b v"], k: int) -> tuple[Float[Tensor, "*b k"], I
     cut, rest = x[..., : parts * PART].unflatten(-1, (parts, PART)), x[..., parts * PART :]
     where = cut.amax(dim=-1).topk(k, dim=-1).indices
     found = cut.gather(-2, where.unsqueeze(-1).expand(*where.shape, PART)).flatten(-2)
-    best = torch.cat((found, rest), dim=-1).topk(k, dim=-1)
-    inside = where.gather(-1, (best.indices // PART).clamp(max=k - 1)) * PART + best.indices % PART
-    behind = best.indices + (parts - k) * PART
-    return best.values, torch.where(best.indices < k * PART, inside, behind)
+    values, at = torch.cat((found, rest), dim=-1).topk(k, dim=-1)
+    inside = where.gather(-1, (at // PART).clamp(max=k - 1)) * PART + at % PART
+    return values, torch.where(at < k * PART, inside, at + (parts - k) * PART)
 
 
 def choose(

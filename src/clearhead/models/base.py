@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -69,6 +71,13 @@ class Net(nn.Module):
             f"{type(self).__name__} reads its input at once and decodes nothing, so it has no "
             "cache: a decoder or an encoder-decoder has one."
         )
+
+    def decode_last(
+        self, ids: Ids, at: Positions, cache: Cache, last: Int[Tensor, " b"]
+    ) -> Float[Tensor, "b v"]:
+        """`decode` where only the logits at slot last[i] of row i are asked for."""
+        rows = torch.arange(len(ids), device=ids.device)
+        return self.decode(ids, at=at, cache=cache)[rows, last]  # type: ignore[operator]
 
     def new_place(self, place: dict[str, Any]) -> dict[str, Any]:
         """Device and dtype of the parameters, unless `place` says otherwise."""
@@ -130,6 +139,19 @@ class Decoder(Net):
         at = self.embed.place(ids, at, cache)
         x = self.states(ids, at, cache)
         return x if self.head is None else self.head(x, at)
+
+    def decode_last(
+        self, ids: Ids, at: Positions, cache: Cache, last: Int[Tensor, " b"]
+    ) -> Float[Tensor, "b v"]:
+        """`decode` where only the logits at slot last[i] of row i are asked for: of a long prompt
+        the head, often the largest matrix, has one row to read.
+        """
+        if self.head is None:
+            return super().decode_last(ids, at, cache, last)
+        rows = torch.arange(len(ids), device=ids.device)
+        x = self.states(ids, at, cache)[rows, last].unsqueeze(1)
+        pos = at.pos.expand(len(ids), -1)[rows, last].unsqueeze(1)
+        return self.head(x, replace(at, pos=pos, dense=False, ends=None))[:, 0]
 
     def forward(self, ids: Ids, at: Positions | None = None) -> Tensor:
         return self.decode(ids, at)

@@ -4,6 +4,7 @@ torch gathers parameters, averages and counts anew for every step, and counts ev
 steps in a tensor of its own: in a small model on a CPU that is a tenth of the step. Here the lists
 are made once, and one count serves them all. Whatever is not the plain case (a parameter without a
 gradient, another device, a scaler of gradients) goes torch's own way, which is also the slow twin.
+What is remembered is changed by `load_state_dict` alone: the lists do not look at `state` again.
 """
 
 from __future__ import annotations
@@ -56,6 +57,10 @@ class Adam(torch.optim.Adam):
         """All that it remembers."""
         self._put_counts()
         return super().state_dict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._put_counts()  # for copies
+        return super().__getstate__()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Remember this instead."""
