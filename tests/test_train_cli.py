@@ -412,6 +412,11 @@ def test_a_run_folder_that_exists(home, capsys, monkeypatch):
     assert "is a run: go on with it (--resume)" in capsys.readouterr().err
 
 
+def test_a_setting_without_set_is_told_where_it_belongs(home, capsys):
+    assert cli("train", "my.txt", "optim.lr=1") == 2
+    assert "optim.lr=1 is no file. To change a setting: --set optim.lr=1" in capsys.readouterr().err
+
+
 # --- what is guessed ---
 
 

@@ -66,6 +66,11 @@ class Args:
 
 def run(args: Args) -> None:
     """Open the run, step through it, say what came of it."""
+    for word in args.what:
+        require(
+            "=" not in word or Path(word).exists(),
+            f"{word} is no file. To change a setting: --set {word}",
+        )
     changes = _changes(args)
     folder, recipe = _resolve(args, ",".join(args.what), changes)
     from clearhead.cli.progress import Talk

@@ -2,8 +2,9 @@
 
 Prompts and sources may be ragged: empty slots are said by positions, each row counts from its own
 start, and every row gets what it would get alone, draws included (each row has its own dice). Rows
-that end leave the batch. It depends on the protocol of `models.base` alone (`new_cache`, `decode`, `decode_last`,
-and `encode` for an encoder-decoder), and it is a generator: whoever stops iterating stops the work.
+that end leave the batch. It depends on the protocol of `models.base` alone (`new_cache`, `decode`,
+`decode_last`, and `encode` for an encoder-decoder), and it is a generator: whoever stops iterating
+stops the work.
 """
 
 from __future__ import annotations
