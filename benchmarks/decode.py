@@ -47,6 +47,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
+import decode_memory as memory
 import decode_models as models
 import decode_peers as peers
 import torch
@@ -142,7 +143,7 @@ def main(args: Args) -> None:
         stage = STAGES[args.task](args, Path(folder))
         more = {}
         if args.task == "translation" and not args.only:
-            more = beam_memory(stage.work)
+            more = memory.beam_memory(stage.work, OURS)
         contenders, absent = gather(args, stage, Path(folder))
         shares = check(stage, {name: one.output for name, one in contenders.items()})
         bandwidth = memory_roof() if args.task in ("gpt2", "batch16") else None
@@ -418,61 +419,6 @@ def process(work: Work, command: list[str]) -> Contender:
         return [work.encode([said.rstrip("\n")])[0][PROMPT:]] if said else None
 
     return Contender(run, read)
-
-
-BEAMS = """
-import json, sys
-
-def status(name):
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) << 10 for line in file if line.startswith(name))
-
-who, folder, new, threads = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-rows = json.load(sys.stdin)
-import torch
-torch.set_num_threads(threads)
-if who == "clearhead":
-    import clearhead.api
-    imported = status("VmRSS:")
-    model = clearhead.api.load(folder)
-    texts = [model.tokenizer.decode(row) for row in rows]
-    run = lambda: model.translate(texts, beams=4, max_new_tokens=new)
-else:
-    from transformers import MarianMTModel
-    imported = status("VmRSS:")
-    net = MarianMTModel.from_pretrained(folder).eval()
-    net.generation_config.forced_eos_token_id = None
-    ids = torch.tensor(rows)
-    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    run = lambda: net.generate(**given, num_beams=4, max_new_tokens=new, do_sample=False)
-with open("/proc/self/clear_refs", "w") as file:
-    file.write("5")  # the peak starts again from here
-with torch.inference_mode():
-    run()
-peak = status("VmHWM:")
-print(json.dumps({"peak": peak, "above_imports": peak - imported}))
-"""
-
-
-def beam_memory(work: Work) -> dict[str, Any]:
-    """Peak memory of four beams in bytes: all of the process, and what came after its imports (the
-    model, too).
-    """
-    found = {}
-    for who in (OURS, "transformers"):
-        sizes = [str(work.new), str(work.threads)]
-        done = subprocess.run(
-            [sys.executable, "-c", BEAMS, who, str(work.hf), *sizes],
-            input=json.dumps(work.rows),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode == 0:
-            found[who] = json.loads(done.stdout.splitlines()[-1])
-        else:
-            print(f"{who}: its memory is not known: {done.stderr[-500:]}", file=sys.stderr)
-    return {"memory": found}
 
 
 STAGES = {

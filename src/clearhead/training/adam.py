@@ -1,9 +1,10 @@
 """Adam and AdamW as torch has them, fused, with their lists kept from step to step.
 
 torch gathers parameters, averages and counts anew for every step, and counts every parameter's
-steps in a tensor of its own: in a small model on a CPU that is a tenth of the step. Here the lists
-are made once, and one count serves them all. Whatever is not the plain case (a parameter without a
-gradient, another device, a scaler of gradients) goes torch's own way, which is also the slow twin.
+steps in a tensor of its own: in a small model on a CPU that is some hundredths of the step. Here
+the lists are made once, and one count serves them all. Whatever is not the plain case (a parameter
+without a gradient, another device, a scaler of gradients) goes torch's own way, which is also the
+slow twin.
 What is remembered is changed by `load_state_dict` alone: the lists do not look at `state` again.
 """
 
