@@ -384,7 +384,7 @@ print(prompt + tokenizer.decode(found.sequences_ids[0]))
 
 
 def start_stage(args: Args, folder: Path) -> Stage:
-    """Fresh processes; the files are in the page cache, and what we compile once is compiled."""
+    """Fresh processes; the files are in the page cache, and what is compiled once is compiled."""
     work = decoder_work(args, folder, 1)
     if not (folder / "own").exists():
         work.model.save(folder / "own")
@@ -410,8 +410,11 @@ def child(work: Work, who: str, folder: Path) -> list[str]:
 def process(work: Work, command: list[str]) -> Contender:
     """A program that prints the prompt and one token, or nothing."""
 
+    # As on most machines: the second start of a program finds its modules compiled.
+    env = {name: x for name, x in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
     def run() -> str:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout
 

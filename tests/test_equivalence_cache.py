@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clearhead.attention.cache import KV
 from clearhead.attention.mask import Causal, Window
 from clearhead.attention.positions import Positions
 from clearhead.errors import ClearheadError
@@ -286,6 +287,23 @@ def test_reorder_moves_rows(case, ragged):
     for new, old in enumerate(order):
         text = ids[old, : lengths[old]].tolist() + more[new].tolist()
         close(out[new], d.alone(old, text)[-2:], 2e-5)
+
+
+@pytest.mark.parametrize("case", SOME, **named)
+def test_what_a_reorder_leaves_in_unused_slots_is_not_seen(case):
+    d, ids = Decoding(case), tokens(ROWS, 7)
+    cache = d.cache()
+    d.step(ids, cache)
+    cache.reorder(torch.tensor([2, 0, 1]))
+    for state in cache.states:
+        if isinstance(state, KV):
+            for buffer in (state.k, state.v):
+                buffer[:, :, state.slots.used :] = torch.nan
+    more, lengths = tokens(ROWS, 3, seed=6), [3, 1, 2]
+    out = d.step(more, cache, Positions.ragged(lengths, start=7))
+    for new, old in enumerate([2, 0, 1]):
+        text = ids[old].tolist() + more[new, : lengths[new]].tolist()
+        close(out[new, : lengths[new]], d.alone(old, text)[-lengths[new] :], 2e-5)
 
 
 @pytest.mark.parametrize("case", SOME, **named)

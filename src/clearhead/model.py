@@ -107,11 +107,11 @@ class Model:
         return [self.config.vocab_size, target][:count]
 
     def fast(self, form: Form = "int8") -> Model:
-        """The same model in a form for running on a CPU, and not for training.
+        """The same model in a form for running, and not for training.
 
-        Its linear layers' weights are kept as fp32 (shared with this model), bf16, int8 or int4.
-        `generate`, `translate` and `transcribe` take the fp32 form of a large model by themselves.
-        On other devices nothing changes.
+        On a CPU its linear layers' weights are kept as fp32 (shared with this model), bf16, int8 or
+        int4; `generate`, `translate` and `transcribe` take the fp32 form of a large model by
+        themselves. On a GPU weights stay as they are, and torch compiles the blocks.
         """
         check_form(self.net, form)
         text, on_cpu = None, all(p.device.type == "cpu" for p in self.net.parameters())

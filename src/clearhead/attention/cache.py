@@ -170,6 +170,11 @@ class KV(State):
         self, k: Float[Tensor, "b g t d"], v: Float[Tensor, "b g t d"]
     ) -> tuple[Float[Tensor, "b g seen d"], Float[Tensor, "b g seen d"]]:
         """Write the new keys and values; returns all that this call may see."""
+        if not self.slots.even:
+            # A row may now be shown a slot that only others fill: that must hold a number, if only
+            # to be multiplied by 0.
+            for buffer in (self.k, self.v):
+                buffer[:, :, self.slots.used_before : self.slots.used] = 0.0
         if self.slots.beside:
             old = self.slots.used_before
             seen = torch.cat((self.k[:, :, :old], k), 2), torch.cat((self.v[:, :, :old], v), 2)
@@ -180,6 +185,26 @@ class KV(State):
         self.slots.put(self.v, v)
         used = self.slots.used
         return self.k[:, :, :used], self.v[:, :, :used]
+
+    def select(self, rows: Int[Tensor, " n"]) -> None:
+        """Keep these rows, in this order; slots that nobody has used yet are not copied."""
+        if self.slots.used == self.slots.size or self.k.requires_grad or self.v.requires_grad:
+            super().select(rows)
+            return
+        heads = torch.arange(self.k.shape[1], device=rows.device)
+        each = (rows.unsqueeze(1) * len(heads) + heads).flatten()
+        self.k, self.v = (self._filled_rows(buffer, each) for buffer in (self.k, self.v))
+
+    def _filled_rows(
+        self, buffer: Float[Tensor, "b g size d"], each: Int[Tensor, " n"]
+    ) -> Float[Tensor, "c g size d"]:
+        """A buffer that has these of all heads of all rows."""
+        _, g, size, d = buffer.shape
+        new = buffer.new_empty((len(each) // g, g, size, d))
+        filled = self.slots.used * d
+        flat = buffer.view(-1, size * d)[:, :filled]
+        torch.index_select(flat, 0, each, out=new.view(-1, size * d)[:, :filled])
+        return new
 
 
 class CrossKV(State):

@@ -20,6 +20,7 @@ from clearhead.attention.softmax import Softmax
 from clearhead.errors import ClearheadError, did_you_mean, require
 from clearhead.fast import compile as compiled
 from clearhead.fast.between import FastSoftmax, fast_activation, joint
+from clearhead.fast.blocks import GPU, compile_blocks
 from clearhead.fast.formats import FORMS, GROUP, Form, pack, stored_as
 from clearhead.fast.linear import FastEmbedding, FastLinear
 from clearhead.fast.rounding import round_to_int4, second_moments
@@ -37,12 +38,15 @@ _Layer = tuple[str, Form, tuple[Tensor, Tensor]]  # name, form, weight and scale
 def make_fast(net: Net, form: Form, text: Tensor | None = None) -> Net:
     """A network that runs on this form of the weights.
 
-    On other devices than a CPU it is the network itself. Without llvmlite the packed forms run by
-    unpacking, which saves memory and no time. `text`, ids that a decoder may see, makes int4 better
-    (`rounding`).
+    On a GPU the weights stay as they are and its blocks are compiled (`blocks`); on other devices
+    it is the network itself. Without llvmlite the packed forms run by unpacking, which saves memory
+    and no time. `text`, ids that a decoder may see, makes int4 better (`rounding`).
     """
     check_form(net, form)
-    if any(parameter.device.type != "cpu" for parameter in net.parameters()):
+    devices = {parameter.device.type for parameter in net.parameters()}
+    if devices == {GPU}:
+        return compile_blocks(_sharing_copy(net)).eval()
+    if devices - {"cpu"}:
         return net
     new = _sharing_copy(net)
     tables = _tied_tables(new) if form != "fp32" else {}
