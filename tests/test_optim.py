@@ -386,3 +386,15 @@ def test_copies_of_adam_know_how_many_steps_it_made():
     for one in (adam, copy.deepcopy(adam)):
         assert {float(state["step"]) for state in one.state.values()} == {3.0}
         assert {float(state["step"]) for state in one.state_dict()["state"].values()} == {3.0}
+
+
+def test_hooks_of_a_step_are_called_once_on_both_ways():
+    torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])  # its class has its hooks now
+    first, second = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimiser, calls = Adam([first, second], lr=0.1, fused=True), []
+    optimiser.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimiser.register_step_post_hook(lambda *_: calls.append("behind"))
+    for with_second in (True, True, False):  # torch's way, ours, torch's
+        first.grad, second.grad = torch.ones(3), torch.ones(3) if with_second else None
+        optimiser.step()
+    assert calls == ["before", "behind"] * 3

@@ -30,6 +30,7 @@ FACTS = (
     *("heads", "group", "d", "keys", "queries"),
     *("q_row", "q_head", "q_query", "k_row", "k_head", "k_key", "scale"),
 )
+LEAST, MOST = -87.3365478515625, 88.3762626647949  # whose exp is a normal number
 EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
 
 
@@ -61,7 +62,7 @@ def write_module(name: str, shape: Shape) -> str:
 
 
 def _exp(f: Function, x: Any) -> Any:
-    for sign, end in (("<", -87.3365478515625), (">", 88.3762626647949)):  # what is none stays
+    for sign, end in (("<", LEAST), (">", MOST)):  # what is none stays
         x = f.b.select(f.b.fcmp_ordered(sign, x, f.spread(end)), f.spread(end), x)
     n, bits = f.whole(f.b.fmul(x, f.spread(1.44269504088896341)), 127)
     x = f.fma(n, f.spread(-0.693359375), x)
@@ -75,8 +76,9 @@ def _exp(f: Function, x: Any) -> Any:
 
 
 def _swish(f: Function, x: Any, u: Any) -> Any:
-    """x / (1 + exp(-u))."""
-    return f.b.fdiv(x, f.b.fadd(f.spread(1.0), _exp(f, f.b.fneg(u))))
+    """x / (1 + exp(-u)); nothing is left of x where exp has come to its end."""
+    found = f.b.fdiv(x, f.b.fadd(f.spread(1.0), _exp(f, f.b.fneg(u))))
+    return f.b.select(f.b.fcmp_ordered("<", u, f.spread(-MOST)), f.b.fmul(x, f.spread(0.0)), found)
 
 
 def _silu(f: Function, x: Any) -> Any:

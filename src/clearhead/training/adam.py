@@ -49,7 +49,7 @@ class Adam(torch.optim.Adam):
         if closure or not self.kept or missing or scaled or hasattr(self, "found_inf"):
             self._put_counts()
             self.kept = None
-            return super().step(closure)
+            return _torch_step()(self, closure)
         for group, kept, found in zip(self.param_groups, self.kept, grads, strict=True):
             _move(group, kept, found)
         return None
@@ -96,6 +96,12 @@ class Adam(torch.optim.Adam):
         for kept in self.kept or ():
             for count in kept.counts:
                 count.copy_(kept.count)
+
+
+def _torch_step() -> Callable[..., Any]:
+    """torch's own step without its hooks, which ours has called already."""
+    step = torch.optim.Adam.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
