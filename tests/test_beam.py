@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import random
 
 import pytest
 import torch
@@ -77,9 +78,47 @@ def test_the_caller_of_a_batch_may_stop_at_any_step():
 
 def test_batches_by_length_hold_every_row_once():
     lengths = [3, 9, 1, 4, 30, 2]
-    batches = list(by_length(lengths, 10))
+    batches = by_length(lengths, 10)
     assert sorted(i for batch in batches for i in batch) == list(range(6))
     assert batches == [[4], [1], [3, 0], [5, 2]]
+    assert by_length([], 10) == []
+
+
+def test_batches_by_length_are_as_few_and_as_even_as_can_be():
+    assert [len(batch) for batch in by_length([25] * 64, 1024)] == [32, 32]
+    assert sorted(len(batch) for batch in by_length([25] * 42, 1024)) == [20, 22]
+    assert [len(batch) for batch in by_length([25] * 40, 1024)] == [40]
+    dice = random.Random(0)
+    for slots in (30, 100, 1000):
+        lengths = [dice.randint(1, 60) for _ in range(200)]
+        batches = by_length(lengths, slots, overhead=4)
+        assert sorted(i for batch in batches for i in batch) == list(range(200))
+        sizes = [len(batch) * max(lengths[i] for i in batch) for batch in batches]
+        assert all(
+            size <= slots or len(batch) == 1 for size, batch in zip(sizes, batches, strict=True)
+        )
+        longest_first = sorted(lengths, reverse=True)
+        assert [lengths[i] for batch in batches for i in batch] == longest_first
+        fewer = by_length(lengths, slots, overhead=10_000)
+        waste = [sum(len(b) * lengths[b[0]] for b in way) for way in (batches, fewer)]
+        assert waste[0] <= waste[1]
+        assert len(fewer) <= len(batches)
+
+
+def test_the_way_to_batch_rows_is_the_cheapest_of_all():
+    lengths, slots, overhead = [9, 8, 8, 5, 4, 4, 3, 1, 1], 20, 3
+
+    def cost(way):
+        return sum(overhead + len(batch) * batch[0] for batch in way)
+
+    ways = [[]]  # all ways to cut the sorted lengths
+    for length in lengths:
+        longer = [[*way[:-1], [*way[-1], length]] for way in ways if way]
+        ways = [[*way, [length]] for way in ways] + longer
+    fit = [way for way in ways if all(len(b) * b[0] <= slots for b in way)]
+    found = [[lengths[i] for i in batch] for batch in by_length(lengths, slots, overhead)]
+    assert found in fit
+    assert cost(found) == min(map(cost, fit))
 
 
 # --- the beam

@@ -71,10 +71,21 @@ def names_of(model: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, di
         (WarmupStableDecay(decay=0.2), 100, 0.5),
         (WarmupStableDecay(decay=0.2), 110, 1 / 22),
         (WarmupStableDecay(decay=0.2, to=0.1), 111, 0.1),
+        (WarmupStableDecay(decay=0.2, again=1 / 11), 91, 0.5),
+        (WarmupStableDecay(decay=0.2, again=1 / 11), 100, 1 / 20),
+        (WarmupStableDecay(decay=0.2, again=1 / 11), 101, 1.0),
+        (WarmupStableDecay(decay=0.2, again=1 / 11), 106, 0.5),
+        (WarmupStableDecay(decay=0.2, to=0.5, again=1 / 11), 110, 0.5 + 0.5 / 10),
     ],
 )
 def test_schedules_have_their_closed_form(schedule, step, factor):
     assert schedule.factor(step, 110, 10) == pytest.approx(factor, rel=1e-12)
+
+
+def test_a_run_that_goes_down_again_begins_as_the_shorter_one():
+    short, long = WarmupStableDecay(decay=0.5), WarmupStableDecay(decay=0.5, again=0.3333)
+    for step in range(1, 8001):
+        assert long.factor(step, 12_000, 100) == short.factor(step, 8000, 100)
 
 
 def test_noam_is_the_formula_of_the_paper_and_is_highest_at_the_end_of_the_warmup():
@@ -119,6 +130,7 @@ def test_every_step_moves(schedule):
     [
         (lambda: Linear(to=1.5), "0 to 1"),
         (lambda: WarmupStableDecay(decay=0.0), "decay"),
+        (lambda: WarmupStableDecay(again=1.0), "again"),
         (lambda: OptimConfig(lr=0.0), "lr"),
         (lambda: OptimConfig(betas=(0.9,)), "betas"),
         (lambda: OptimConfig(layer_decay=0.0), "layer_decay"),

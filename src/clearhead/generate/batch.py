@@ -9,6 +9,7 @@ stops the work.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ from clearhead.layers.stack import Memory
 from clearhead.tap import taps
 
 Rows = Sequence[Sequence[int]]
+EVEN = 1e-6  # what a slot costs more for every slot beside it: just enough to prefer even batches
+ENDS = 32  # of a batch that are compared, however many rows it may have
 
 
 def decode_rows(
@@ -224,12 +227,30 @@ def encode_sources(net: Any, sources: Rows) -> Memory:
         return net.encode(*pad_rows(sources, next(net.parameters()).device))
 
 
-def by_length(lengths: Sequence[int], slots: int) -> Iterator[list[int]]:
+def by_length(lengths: Sequence[int], slots: int, overhead: int | None = None) -> list[list[int]]:
     """The numbers of rows in batches of similar length, longest first, each of at most so many
-    slots (or of one row). What does not fit in memory then shows at once.
+    slots (or of one row).
+
+    Of all ways to cut the sorted rows that with the fewest slots, where every batch costs
+    `overhead` slots more: None is for decoding, whose every step reads all weights for each batch.
+    Of equal ones that with the most even batches.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    while order:
-        size = max(1, slots // max(1, lengths[order[0]]))
-        yield order[:size]
-        order = order[size:]
+    more = max(1, slots // 4 if overhead is None else overhead)
+    count = len(order)
+    costs, ends = [0.0] * (count + 1), [count] * (count + 1)  # of the best way from each row on
+    for first in range(count - 1, -1, -1):
+        longest = max(1, lengths[order[first]])
+        last = min(count, first + max(1, slots // longest))
+        costs[first] = math.inf
+        step = 1 + (last - first - 1) // ENDS
+        for end in range(last, first, -step):
+            size = (end - first) * longest
+            cost = more + size * (1 + EVEN * size) + costs[end]
+            if cost < costs[first]:
+                costs[first], ends[first] = cost, end
+    found, first = [], 0
+    while first < count:
+        found.append(order[first : ends[first]])
+        first = ends[first]
+    return found

@@ -255,7 +255,7 @@ class _Running:
         log_p, beam = logits.float().log_softmax(dim=-1), self.beam
         if beam.never:
             never = torch.tensor(sorted(beam.never), device=logits.device)
-            log_p = log_p.index_fill(1, never, NEVER)
+            log_p.index_fill_(1, never, NEVER)
         log_p = log_p.view(*self.scores.shape, -1)
         if beam.rules is NONE:
             return log_p

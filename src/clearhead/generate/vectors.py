@@ -15,6 +15,7 @@ from clearhead.generate.batch import by_length, pad_rows
 # Slots of a batch. On a CPU fewer make small products, more are less alike and leave the cache; on
 # other devices more are better (not measured).
 SLOTS, MORE = 1024, 16_384
+OVERHEAD = 32  # slots that could be computed while another batch is begun
 
 
 @torch.inference_mode()
@@ -28,7 +29,7 @@ def run_encoder(
     device = next(net.parameters()).device
     outputs: list[Tensor] = [torch.empty(0)] * len(rows)
     slots = SLOTS if device.type == "cpu" else MORE
-    for chosen in by_length([len(row) for row in rows], slots):
+    for chosen in by_length([len(row) for row in rows], slots, OVERHEAD):
         ids, at = pad_rows([rows[i] for i in chosen], device)
         kinds = None if types is None else pad_rows([types[i] for i in chosen], device)[0]
         with net.at_rest():

@@ -9,7 +9,8 @@ wsd             1, then down to `to` over the last `decay`    Hu et al. 2024
 
 p is how much of the run behind the warm-up was over before a step: 0 at its first, and at the last
 not quite 1, so that the last step moves, too. Every schedule but noam, which has its own, rises in
-a straight line over the warm-up first. Steps count from 1. wsd: warm-up, stable, decay.
+a straight line over the warm-up first. Steps count from 1. wsd: warm-up, stable, decay; with
+`again` it rises to 1 once more and falls to the end, Wen et al. 2024.
 """
 
 from __future__ import annotations
@@ -114,12 +115,18 @@ class WarmupStableDecay(Schedule, kind="wsd"):
     """The part of all steps that goes down."""
     to: float = 0.0
     """Where it ends, as a part of the base rate."""
+    again: float = 0.0
+    """The last part of all steps, in which it goes down once more from the base rate; `decay` is
+    then a part of the steps before (Wen et al. 2024).
+    """
 
     def __post_init__(self) -> None:
         require(0 < self.decay <= 1, f"decay is a part of the run, in (0, 1], not {self.decay}.")
+        require(0 <= self.again < 1, f"again is a part of the run, in [0, 1), not {self.again}.")
         _check_to(self.to)
 
     def after(self, step: int, total: int, warmup: int) -> float:
-        falling = max(1.0, self.decay * total)
-        left = min(1.0, max(0.0, (total - step + 1) / falling))
+        first = total - round(self.again * total)
+        end, falling = (first, self.decay * first) if step <= first else (total, total - first)
+        left = min(1.0, max(0.0, (end - step + 1) / max(1.0, falling)))
         return self.to + (1.0 - self.to) * left
