@@ -86,7 +86,8 @@ def test_batches_by_length_hold_every_row_once():
 
 def test_batches_by_length_are_as_few_and_as_even_as_can_be():
     assert [len(batch) for batch in by_length([25] * 64, 1024)] == [32, 32]
-    assert sorted(len(batch) for batch in by_length([25] * 42, 1024)) == [20, 22]
+    assert sorted(len(batch) for batch in by_length([25] * 42, 1024)) == [20, 22]  # or 21 twice
+    assert len(by_length([64] * 1000, 16_384, overhead=32)) == 4
     assert [len(batch) for batch in by_length([25] * 40, 1024)] == [40]
     dice = random.Random(0)
     for slots in (30, 100, 1000):
@@ -103,6 +104,12 @@ def test_batches_by_length_are_as_few_and_as_even_as_can_be():
         waste = [sum(len(b) * lengths[b[0]] for b in way) for way in (batches, fewer)]
         assert waste[0] <= waste[1]
         assert len(fewer) <= len(batches)
+
+
+def test_a_batch_ends_where_a_cut_saves_slots_however_many_rows_follow():
+    batches = by_length([30] * 3 + [2] * 500, 1024, overhead=32)
+    assert len(batches[0]) == 3
+    assert [len(batch) for batch in by_length([100] + [1] * 160, 16_384, 32)] == [1, 160]
 
 
 def test_the_way_to_batch_rows_is_the_cheapest_of_all():

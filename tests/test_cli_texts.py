@@ -222,6 +222,7 @@ def test_the_speed_and_a_full_context_are_said_on_the_side(models, capsys, monke
         (["answer", "answer", "a ?", "--context", "b", "--file", "c"], "given twice"),
         (["tag", "tag", "--file", "none.txt"], 'no file or folder "none.txt"'),
         (["generate", "generate", "a", "--file", "b"], "given twice"),
+        (["generate", "generate", "a", "--n", "0"], "1 or more, not 0"),
         (["generate", "generate", "a", "--set", "schema=none.json"], "no file with a JSON schema"),
         (["fill", "fill", "no mask here"], "There is no mask"),
         (["translate", "translate", "a", "--beams", "0"], "1 or more, not 0"),

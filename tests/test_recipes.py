@@ -138,7 +138,17 @@ def test_a_recipe_is_guessed_from_a_file(tmp_path: Path, name, content, kind):
     assert recipe.data.objective.kind == kind
     check_metric(recipe.eval.metric, kind)
     assert recipe.train.steps == 7
+    assert recipe.train.minutes is None  # the guess has a budget of minutes, which is not asked for
     assert recipe.name == name[0]
+
+
+def test_masked_text_is_batched_by_tokens_as_the_guess_says(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("To be, or not to be, that is the question.\n" * 400)
+    changes = {"data.objective": "masked", "train.steps": 2, "tokenizer": "characters"}
+    job = prepare(read_recipe(tmp_path / "a.txt", changes))
+    batch = job.batches.batch(0)
+    assert job.recipe.data.by == "tokens"
+    assert batch.inputs[0].numel() <= job.recipe.train.batch
 
 
 @pytest.mark.parametrize(

@@ -738,6 +738,18 @@ def test_a_stream_never_gives_half_a_character(streaming):
             assert "".join([*pieces, stream.flush()]) == whole
 
 
+def test_a_stream_behind_a_prompt_keeps_the_blank_between(streaming):
+    for tokenizer in streaming:
+        before = tokenizer.encode("the quick brown", special=False)
+        ids = tokenizer.encode("the quick brown fox jumps", special=False)
+        if ids[: len(before)] != before:
+            continue  # this vocabulary joins over the cut
+        stream = tokenizer.decode_stream()
+        stream.follow(*before[-4:])
+        found = stream.feed(*ids[len(before) :]) + stream.flush()
+        assert tokenizer.decode(before) + found == tokenizer.decode(ids)
+
+
 # -- damaged files
 
 GOOD_VOCAB = {"a": 0, "b": 1, "ab": 2}

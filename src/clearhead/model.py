@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,13 @@ class Model:
         ids = tokenizer.encode(tokenizer.chat(messages), special=False)
         check_ids(torch.tensor(ids), self.config.vocab_size)
         options = self._options(settings)
-        return _result(whole(self._write([ids], options))[0], options)
+        found = whole(self._write([ids], options))[0]
+        alone = [tokenizer.decode(one.ids).startswith(" ") for one in found]
+        found = [
+            one if blank else replace(one, text=one.text.removeprefix(" "))
+            for one, blank in zip(found, alone, strict=True)  # an answer is a text of its own
+        ]
+        return _result(found, options)
 
     def fill(self, text: str | Sequence[str], best: int = 5) -> Any:
         """The likeliest tokens behind each [MASK] of a text (an encoder with a masked_lm head): a
@@ -192,7 +199,8 @@ class Model:
         tokenizer = self._tokenizer()
         require(
             isinstance(self.net, EncoderDecoder),
-            f"Translating takes an encoder-decoder; this is a {self.config.kind}: use generate.",
+            f"Translating takes an encoder-decoder; this is a {self.config.kind}, a model of the "
+            f"shape {self.config.shape}.",
         )
         self._check_writes()
         limit = self.config.max_len if max_new_tokens is None else max_new_tokens

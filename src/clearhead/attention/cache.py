@@ -165,12 +165,13 @@ class KV(State):
         shape = (slots.where.shape[0], n_kv_heads, slots.size, head_dim)
         self.k = torch.zeros(shape, device=device, dtype=dtype)
         self.v = torch.zeros(shape, device=device, dtype=dtype)
+        self.bare = False  # whether unused slots may hold anything
 
     def update(
         self, k: Float[Tensor, "b g t d"], v: Float[Tensor, "b g t d"]
     ) -> tuple[Float[Tensor, "b g seen d"], Float[Tensor, "b g seen d"]]:
         """Write the new keys and values; returns all that this call may see."""
-        if not self.slots.even:
+        if self.bare and not self.slots.even and self.slots.used_before < self.slots.used:
             # A row may now be shown a slot that only others fill: that must hold a number, if only
             # to be multiplied by 0.
             for buffer in (self.k, self.v):
@@ -194,6 +195,7 @@ class KV(State):
         heads = torch.arange(self.k.shape[1], device=rows.device)
         each = (rows.unsqueeze(1) * len(heads) + heads).flatten()
         self.k, self.v = (self._filled_rows(buffer, each) for buffer in (self.k, self.v))
+        self.bare = True
 
     def _filled_rows(
         self, buffer: Float[Tensor, "b g size d"], each: Int[Tensor, " n"]

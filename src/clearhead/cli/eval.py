@@ -52,6 +52,7 @@ def run(args: Args) -> None:
     from clearhead.errors import require
     from clearhead.training.evaluate import How, evaluate, objective_for, with_labels
     from clearhead.training.folder import RECIPE, RunFolder
+    from clearhead.training.recipe import EvalConfig
 
     folder = Path(args.model)
     recipe = RunFolder(folder).read_recipe() if (folder / RECIPE).is_file() else None
@@ -80,9 +81,10 @@ def run(args: Args) -> None:
         objective = with_labels(recipe.data.objective, model).prepare(corpus)
     else:
         objective = objective_for(model, corpus)
+    own = recipe.eval if recipe else EvalConfig()
     how = How(
-        beams=args.beams or (recipe.eval.beams if recipe else 1),
-        length_penalty=args.length_penalty or (recipe.eval.length_penalty if recipe else 1.0),
+        beams=args.beams or own.beams,
+        length_penalty=own.length_penalty if args.length_penalty is None else args.length_penalty,
         limit=args.limit,
         length=recipe.data.length if recipe else None,
     )

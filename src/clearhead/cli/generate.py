@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, UseAppendAction, arg
@@ -64,10 +64,11 @@ def run(args: Args) -> None:
         args.prompt is None or args.file is None,
         "The prompt was given twice: as an argument, and with --file.",
     )
+    require(args.n >= 1, f"--n is how many texts to write, 1 or more, not {args.n}.")
     settings = _settings(args)
     model = open_model(args.model)
     prompt = read_whole(args.file) if args.prompt is None else args.prompt
-    with _aside():
+    with _aside() as aside:
         if args.json or args.n > 1:
             found = model.generate([prompt], **settings | {"n": args.n, "details": True})[0]
             texts = found if args.n > 1 else [found]
@@ -77,7 +78,7 @@ def run(args: Args) -> None:
                 else:
                     print(f"--- {number}\n{_whole(model, prompt, text.text)}")
         else:
-            texts = [_stream(model, prompt, settings)]
+            texts = [_stream(model, prompt, settings, aside)]
     if args.stats:
         for text in texts:
             print(_speed(model, text), file=sys.stderr)
@@ -112,15 +113,17 @@ def _read_schema(path: str) -> Any:
         raise ClearheadError(f"{path} is no file with a JSON schema: {error}.") from error
 
 
-def _stream(model: Model, prompt: str, settings: dict[str, Any]) -> Written:
-    """Print a text as it comes."""
-    pieces = model.stream(prompt, **settings)
-    print(_whole(model, prompt, ""), end="", flush=True)
+def _stream(model: Model, prompt: str, settings: dict[str, Any], aside: Aside) -> Written:
+    """Print a text as it comes; notices behind its first piece wait for its end."""
+    pieces, before = model.stream(prompt, **settings), _whole(model, prompt, "")
     while True:
         try:
-            print(next(pieces), end="", flush=True)
+            piece = next(pieces)
+            aside.waiting = True
+            print(before + piece, end="", flush=True)
+            before = ""
         except StopIteration as end:
-            print()
+            print(before)
             return end.value
 
 
@@ -157,17 +160,37 @@ def _speed(model: Model, text: Written) -> str:
     )
 
 
+@dataclass
+class Aside:
+    """Notices, which must not fall into the middle of a line."""
+
+    waiting: bool = False
+    """Whether a line is being written."""
+    held: list[str] = field(default_factory=list)
+    """What is to be said behind it."""
+
+
 @contextmanager
-def _aside() -> Iterator[None]:
+def _aside() -> Iterator[Aside]:
     """Within it notices (a full context, a product being compiled) go to standard error."""
     import warnings
 
     from clearhead.fast.compile import told
 
+    aside = Aside()
+
     def say(text: str) -> None:
-        print(f"clearhead: {text}", file=sys.stderr)
+        if aside.waiting:
+            aside.held.append(text)
+        else:
+            print(f"clearhead: {text}", file=sys.stderr)
 
     with warnings.catch_warnings(), told(say):
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = lambda message, *_: say(str(message))
-        yield
+        try:
+            yield aside
+        finally:
+            aside.waiting = False
+            for text in aside.held:
+                say(text)

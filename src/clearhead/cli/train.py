@@ -113,13 +113,13 @@ def _changes(args: Args) -> dict[str, Any]:
     changes = read_changes(word for group in args.set for word in group)
     if args.steps is not None:
         changes["train.steps"] = args.steps
-        changes.setdefault("train.minutes", None)  # the nearer word counts
     if args.minutes is not None:
-        require(
-            args.steps is None,
-            "--steps and --minutes both say how long the run is: give one of them.",
-        )
         changes["train.minutes"] = args.minutes
+    require(
+        changes.get("train.steps") is None or changes.get("train.minutes") is None,
+        "--steps and --minutes (train.steps, train.minutes) both say how long the run is: give one "
+        "of them.",
+    )
     if args.from_ is not None:
         changes = {"model": {"from": args.from_}, **changes}
     return changes
@@ -161,8 +161,6 @@ def _is_known(name: str) -> bool:
 def _to_resume(args: Args, what: str, changes: dict[str, Any], inside: Path | None) -> RunFolder:
     """The folder to go on with; only the number of steps may be another."""
     steps = changes.pop("train.steps", None)
-    if args.steps is not None:
-        changes.pop("train.minutes", None)
     require(
         not changes,
         f"A run goes on as it began, so {', '.join(changes)} cannot be changed: only train.steps "

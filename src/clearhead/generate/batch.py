@@ -9,7 +9,7 @@ stops the work.
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,8 +27,7 @@ from clearhead.layers.stack import Memory
 from clearhead.tap import taps
 
 Rows = Sequence[Sequence[int]]
-EVEN = 1e-6  # what a slot costs more for every slot beside it: just enough to prefer even batches
-ENDS = 32  # of a batch that are compared, however many rows it may have
+ENDS = 32  # places where a batch of equal rows may end, however many they are
 
 
 def decode_rows(
@@ -231,24 +230,25 @@ def by_length(lengths: Sequence[int], slots: int, overhead: int | None = None) -
     """The numbers of rows in batches of similar length, longest first, each of at most so many
     slots (or of one row).
 
-    Of all ways to cut the sorted rows that with the fewest slots, where every batch costs
+    The sorted rows are cut so that the batches have the fewest slots, where each of them costs
     `overhead` slots more: None is for decoding, whose every step reads all weights for each batch.
-    Of equal ones that with the most even batches.
+    Of equal ways the one with the most even batches, as far as `ENDS` places a batch tell.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    more = max(1, slots // 4 if overhead is None else overhead)
-    count = len(order)
-    costs, ends = [0.0] * (count + 1), [count] * (count + 1)  # of the best way from each row on
+    sizes = [max(1, lengths[i]) for i in order]
+    more, count = max(1, slots // 4 if overhead is None else overhead), len(order)
+    drops = [i for i in range(1, count) if sizes[i] < sizes[i - 1]]  # where a cut saves slots
+    costs, ends = [(0, 0)] * (count + 1), [count] * (count + 1)  # of the best way from a row on
     for first in range(count - 1, -1, -1):
-        longest = max(1, lengths[order[first]])
-        last = min(count, first + max(1, slots // longest))
-        costs[first] = math.inf
+        last = min(count, first + max(1, slots // sizes[first]))
         step = 1 + (last - first - 1) // ENDS
-        for end in range(last, first, -step):
-            size = (end - first) * longest
-            cost = more + size * (1 + EVEN * size) + costs[end]
-            if cost < costs[first]:
-                costs[first], ends[first] = cost, end
+        own = drops[bisect_right(drops, first) : bisect_right(drops, last)]
+        ways = []
+        for end in (*range(last, first, -step), *own):
+            size, (after, uneven) = (end - first) * sizes[first], costs[end]
+            ways.append((more + size + after, size * size + uneven, end))
+        *best, ends[first] = min(ways)
+        costs[first] = best[0], best[1]
     found, first = [], 0
     while first < count:
         found.append(order[first : ends[first]])

@@ -21,6 +21,7 @@ from clearhead.generate.row import Constraint, End, Row, Step
 from clearhead.generate.search import searched_steps
 from clearhead.text.stream import DecodeStream
 
+BEFORE = 4  # tokens of a prompt that say how the next one is written
 SLOTS = 16384  # of prompts and what follows them, worked on at once
 Piece = tuple[int, str]  # a row's number, and what is new of its text
 
@@ -225,7 +226,8 @@ def _beams(
         (one, writers[i * options.n + j]) for i, b in enumerate(books) for j, one in enumerate(b)
     ]
     for one, writer in pairs:
-        text, held, stopped = split_at_stop(tokenizer.decode(one.ids), options.stop)
+        whole = writer.stream.feed(*one.ids) + writer.stream.flush()
+        text, held, stopped = split_at_stop(whole, options.stop)
         short: End = "limit" if len(one.ids) == writer.row.limit else "positions"
         writer.row.end = "string" if stopped else short if one.end is None else "token"
         writer.row.text = one.ids
@@ -252,7 +254,9 @@ def _writers(
         row = Row(
             number, prompt, sampling, sampling.max_new_tokens, j, own, options.log_probabilities
         )
-        found.append(Writer(row, tokenizer.decode_stream(), options.stop, size))
+        stream = tokenizer.decode_stream()
+        stream.follow(*prompt[-BEFORE:])
+        found.append(Writer(row, stream, options.stop, size))
     return found
 
 

@@ -37,6 +37,13 @@ class DecodeStream:
         """The text that these ids have made certain, often nothing."""
         return "".join(self._feed_one(int(id)) for id in ids)
 
+    def follow(self, *ids: int) -> None:
+        """Begin behind these ids, whose text is out already: so that a word which follows them
+        keeps its blank.
+        """
+        self.feed(*ids)
+        self._given = len(self._decode(self._window)) if self._window else 0
+
     def flush(self) -> str:
         """What was held back, as it stands. The stream can be used for a new text then."""
         rest = self._decode(self._window)[self._given :] if self._window else ""

@@ -213,11 +213,12 @@ def _stream(
         "tokenizer.dropout is for a tokeniser that the run learns, on text that is there: leave it "
         "0 with made data, and with a model to start from.",
     )
+    rows = max(1, train.batch // length) if by_tokens else train.batch
     if corpus.endless:
-        return Endless(corpus, objective, tokenizer, train.batch, train.seed)
+        return Endless(corpus, objective, tokenizer, rows, train.seed)
     store = _training_store(recipe, corpus, objective, tokenizer)
     if objective.stream:
-        return Windows(store, objective, length, train.batch, train.seed)
+        return Windows(store, objective, length, rows, train.seed)
     size = {"tokens": train.batch} if by_tokens else {"batch": train.batch}
     return Buckets(store, objective, seed=train.seed, max_len=length, **size)
 

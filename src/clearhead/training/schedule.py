@@ -5,12 +5,11 @@ linear          from 1 down to `to`
 cosine          to + (1 - to) (1 + cos(pi p)) / 2             Loshchilov and Hutter 2017
 inverse_sqrt    sqrt(warmup / step)
 noam            m^-1/2 min(step^-1/2, step warmup^-3/2)       Vaswani et al. 2017, section 5.3
-wsd             1, then down to `to` over the last `decay`    Hu et al. 2024
+wsd             1, then down to `to` over the last `decay`    Hu et al. 2024; `again`: see there
 
 p is how much of the run behind the warm-up was over before a step: 0 at its first, and at the last
 not quite 1, so that the last step moves, too. Every schedule but noam, which has its own, rises in
-a straight line over the warm-up first. Steps count from 1. wsd: warm-up, stable, decay; with
-`again` it rises to 1 once more and falls to the end, Wen et al. 2024.
+a straight line over the warm-up first. Steps count from 1. wsd: warm-up, stable, decay.
 """
 
 from __future__ import annotations
@@ -117,7 +116,8 @@ class WarmupStableDecay(Schedule, kind="wsd"):
     """Where it ends, as a part of the base rate."""
     again: float = 0.0
     """The last part of all steps, in which it goes down once more from the base rate; `decay` is
-    then a part of the steps before (Wen et al. 2024).
+    then a part of the steps before. The loss rises first, which `train.patience` may take for the
+    end. Wen et al. 2024; differs from the paper: it is not stable once more before it falls.
     """
 
     def __post_init__(self) -> None:

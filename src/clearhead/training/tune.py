@@ -34,6 +34,8 @@ def settle(data: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     model.
     """
     rest, source = _source(changes)
+    if "train.steps" in rest and "train.minutes" not in rest:
+        rest["train.minutes"] = None  # the nearer word counts
     if source is not None and not _starts(data):
         data = {name: table for name, table in data.items() if name not in ("optim", "tokenizer")}
     if source is not None:
