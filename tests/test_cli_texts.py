@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 
 import clearhead as ch
 import tiny
+from clearhead.cli import generate
 from clearhead.cli.main import main
 from clearhead.measure import roofs
 from clearhead.text.trained import train_tokenizer
@@ -209,6 +211,16 @@ def test_the_speed_and_a_full_context_are_said_on_the_side(models, capsys, monke
     err = capsys.readouterr().err
     assert "clearhead: The text has come to the model's last position (64)" in err
     assert re.search(r"80 new: .* tokens/s: \d+% of what the memory allows \(fp32, ", err)
+
+
+def test_a_notice_waits_for_the_end_of_the_line(capsys):
+    with generate._aside() as aside:
+        warnings.warn("before", stacklevel=1)
+        assert capsys.readouterr().err == "clearhead: before\n"
+        aside.waiting = True
+        warnings.warn("within", stacklevel=1)
+        assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == "clearhead: within\n"
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from clearhead.training.lora import add_lora
 from clearhead.training.optim import freeze
 from clearhead.training.rdrop import SUITED
 from clearhead.training.recipe import BPE, Ready, Recipe
-from clearhead.training.room import check_weights
+from clearhead.training.room import check_weights, rows_of
 from clearhead.training.schedule import Noam
 from clearhead.weights.folder import LABELS
 from clearhead.weights.new_head import draw_head
@@ -213,7 +213,7 @@ def _stream(
         "tokenizer.dropout is for a tokeniser that the run learns, on text that is there: leave it "
         "0 with made data, and with a model to start from.",
     )
-    rows = max(1, train.batch // length) if by_tokens else train.batch
+    rows = rows_of(recipe, length)
     if corpus.endless:
         return Endless(corpus, objective, tokenizer, rows, train.seed)
     store = _training_store(recipe, corpus, objective, tokenizer)
