@@ -31,7 +31,7 @@ from clearhead.fast.linear import MANY, FastEmbedding, FastLinear
 from clearhead.fast.rounding import draw_text, round_to_int4
 from clearhead.fast.words import Shape
 from clearhead.models.base import EncoderDecoder
-from tiny import DECODERS, MODELS, SEQ2SEQ, close, noisy, tokens
+from tiny import DECODERS, MODELS, SEQ2SEQ, close, noisy, sizes_of, tokens
 
 llvm = pytest.importorskip("llvmlite.binding", reason="pip install 'clearhead[fast]'")
 PACKED = FORMS[1:]
@@ -52,7 +52,8 @@ def wide(name, **more):
     """A tiny network of which every product can be compiled."""
     family, own = MODELS[name]
     own = {key: value for key, value in own.items() if key not in ("ffn", "head", "variant")}
-    return noisy(ch.build(family, seed=0, **{**SIZES, "dropout": 0.0, **own, **more}).net, 0.1)
+    sizes = {key: SIZES[key] for key in sizes_of(family)}
+    return noisy(ch.build(family, seed=0, **{**sizes, "dropout": 0.0, **own, **more}).net, 0.1)
 
 
 def tiny_model(**more):

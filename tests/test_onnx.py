@@ -36,7 +36,10 @@ pytestmark = pytest.mark.usefixtures("unchecked")
 
 IMAGE = {"image_size": 8, "patch_size": 4}
 TOWER = {"d_model": 16, "n_layers": 2, "n_heads": 4, "d_ff": 24}
-MODELS = {name: (family, tiny.SIZES | changes) for name, (family, changes) in tiny.MODELS.items()}
+MODELS = {
+    name: (family, tiny.sizes_of(family) | changes)
+    for name, (family, changes) in tiny.MODELS.items()
+}
 MODELS |= {
     "bert-small": ("bert", tiny.SIZES | {"n_layers": 1}),
     "t5-small": ("t5", tiny.SIZES | tiny.SEQ2SEQ["t5"][1] | {"n_layers": 1}),

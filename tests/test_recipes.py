@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from clearhead.training.figures import check_metric
 from clearhead.training.job import prepare
 from clearhead.training.recipe import SECTIONS, MachineConfig, Recipe, merge
 from clearhead.training.run import open_run, read_recipe
+from clearhead.training.summary import changed_settings
 
 PROMISED = [
     "add",
@@ -342,3 +344,15 @@ def test_files_that_are_there_are_not_taken_for_a_misspelt_recipe(tmp_path: Path
     Path("a.de").write_text("eins\n")
     with pytest.raises(ClearheadError, match="same number of lines"):
         read_recipe("a.en,a.de")
+
+
+def test_a_run_knows_in_what_it_differs_from_its_recipe():
+    for name in recipe_names():
+        assert changed_settings(read_recipe(name)) == []
+    changed = read_recipe("shakespeare", {"model.family": "rnn", "train.eval_every": 7})
+    # What both families have a setting for stays, and what only the first one has goes.
+    assert changed.model.settings == {"n_layers": 4, "d_model": 128, "max_len": 128}
+    keys = changed_settings(changed)
+    assert keys[:2] == ["model.family", "model.n_heads"]
+    assert all(key.startswith("model.") for key in keys)
+    assert changed_settings(dataclasses.replace(changed, name="mine")) == []

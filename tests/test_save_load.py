@@ -30,7 +30,7 @@ MODELS = tiny.MODELS | POSITIONED | HEADS
 
 def model(name: str = "gpt2") -> ch.Model:
     family, changes = MODELS[name]
-    made = ch.build(family, seed=1, **tiny.SIZES | changes)
+    made = ch.build(family, seed=1, **tiny.sizes_of(family) | changes)
     tiny.noisy(made.net)
     return made
 

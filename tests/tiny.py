@@ -32,6 +32,9 @@ DECODERS = {
     "llama-window": ("llama", {"n_kv_heads": 1, "variant": {"window": 4}}),
     "llama-qwen": ("llama", {"variant": {"qk_norm": True, "qkv_bias": True, "head_dim": 6}}),
     "gpt_neox": ("gpt_neox", {"position": {"kind": "rope", "fraction": 0.5}}),
+    "rnn": ("rnn", {"cell": "rnn"}),
+    "rnn-lstm": ("rnn", {"head": {"kind": "lm", "tied": False}}),
+    "rnn-gru": ("rnn", {"cell": "gru"}),
 }
 SEQ2SEQ = {
     "t5": ("t5", {"ffn": _PLAIN, "position": _BUCKETS}),
@@ -43,6 +46,8 @@ SEQ2SEQ = {
     "transformer-pre": ("transformer", {"placement": "pre", "position": "rope"}),
     "transformer-sandwich": ("transformer", {"placement": "sandwich", "position": "learned"}),
     "bart": ("bart", {}),
+    "rnn_seq2seq": ("rnn_seq2seq", {}),
+    "rnn_seq2seq-lstm": ("rnn_seq2seq", {"cell": "lstm", "attention": "none"}),
 }
 ENCODERS = {
     "bert": ("bert", {}),
@@ -93,10 +98,16 @@ def noisy(net, size=0.3):
     return net.eval()
 
 
+def sizes_of(family):
+    """The sizes that a family has."""
+    return {k: n for k, n in SIZES.items() if k != "n_heads" or not family.startswith("rnn")}
+
+
 def tiny(name, **changes):
     """A tiny network by its name in the tables above."""
     family, own = MODELS[name]
-    return noisy(ch.build(family, seed=0, **{**SIZES, "dropout": 0.0, **own, **changes}).net)
+    own = {**sizes_of(family), "dropout": 0.0, **own, **changes}
+    return noisy(ch.build(family, seed=0, **own).net)
 
 
 def positioned(position):

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from clearhead.attention.cache import CrossKV
 from clearhead.attention.softmax import softmax
 from clearhead.attention.view import View
 from clearhead.tap import Tap
@@ -31,9 +32,13 @@ class AdditiveAttention(nn.Module):
         keys: Float[Tensor, "b k dk"],
         view: View,
         values: Float[Tensor, "b k dv"] | None = None,
+        kept: CrossKV | None = None,
     ) -> Float[Tensor, "b q dv"]:
-        """sum_j pattern_j value_j."""
-        hidden = torch.tanh(self.q_proj(queries).unsqueeze(2) + self.k_proj(keys).unsqueeze(1))
+        """sum_j pattern_j value_j; `kept` remembers W2 h_j, which is the same at every step."""
+        known = self.k_proj(keys) if kept is None or kept.k is None else kept.k
+        if kept is not None:
+            kept.k = known
+        hidden = torch.tanh(self.q_proj(queries).unsqueeze(2) + known.unsqueeze(1))
         scores = self.score(hidden).squeeze(3).unsqueeze(1)  # [b, 1, q, k]
         pattern = self.pattern(softmax(scores, view)).squeeze(1)
         return pattern @ (keys if values is None else values)

@@ -294,6 +294,8 @@ def _resumed(trainer: Trainer) -> str:
 
 def _reached(trainer: Trainer, scores: dict[str, float]) -> Iterator[str]:
     """The figures of the model that came out, and the recipe's own beside them."""
+    from clearhead.training.summary import changed_settings
+
     wanted = trainer.recipe.eval
     where = "test" if wanted.split == "test" else "validation"
     if "loss" in scores:
@@ -310,6 +312,14 @@ def _reached(trainer: Trainer, scores: dict[str, float]) -> Iterator[str]:
     better = (found - wanted.expect) * (-1 if wanted.metric in LOWER else 1)
     near = abs(better) <= 0.01 * max(abs(wanted.expect), 1e-9)
     word = "as expected" if near else "better than expected" if better > 0 else "short of it"
+    changes = changed_settings(trainer.recipe)
+    if changes:
+        with_others = f"{', '.join(changes[:3])}{' and more' if len(changes) > 3 else ''}"
+        yield (
+            f"expected of this recipe as it stands: {wanted.metric} {wanted.expect:g}; here, with "
+            f"{with_others} changed, {found:.4g}"
+        )
+        return
     yield f"expected of this recipe: {wanted.metric} {wanted.expect:g}, here {found:.4g}: {word}"
 
 
@@ -336,16 +346,16 @@ def _next_steps(trainer: Trainer) -> Iterator[str]:
     if objective.kind in USES:
         verb, words, why = USES[objective.kind]
         yield f"{f'clearhead {verb} {folder} {words}':<47} {why}"
-    to_hf = hasattr(family(trainer.job.model.config.kind), "to_hf")
-    export = (
-        (f"clearhead export {folder} OUT", "for transformers, ONNX, llama.cpp")
-        if to_hf
-        else (f"clearhead export {folder} OUT --to onnx", "for ONNX runtimes")
-    )
+    kind = trainer.job.model.config.kind
+    export = {}
+    if hasattr(family(kind), "to_hf"):
+        export = {"export": (f"clearhead export {folder} OUT", "for transformers (--to: others)")}
+    elif not kind.startswith("rnn"):
+        export = {"export": (f"clearhead export {folder} OUT --to onnx", "for ONNX runtimes")}
     commands = {
         "eval": (f"clearhead eval {folder}", "figures with their uncertainty"),
         "diagnose": (f"clearhead diagnose {folder}", "what went well, what to change"),
-        "export": export,
+        **export,
         "runs": ("clearhead runs", "all runs side by side"),
     }
     for verb, (command, why) in commands.items():

@@ -300,11 +300,13 @@ def _print_memory(console: Console, cost: Cost, dropout: bool) -> None:
     layers = [share for name, share in cost.by_layer().items() if name]
     most = max((share.patterns for share in layers), default=0)
     note = f"{size(most)} a layer, where they are written down"
-    table.add_row("attention matrices", size(memory.patterns), note)
+    if memory.patterns:
+        table.add_row("attention matrices", size(memory.patterns), note)
     if memory.cache:
         sources = " and their sources" if memory.cross_cache else ""
         note = f"{cost.batch} x {cost.length} tokens{sources}"
-        table.add_row("key/value cache", size(memory.cache + memory.cross_cache), note)
+        what = "key/value cache" if memory.patterns else "states"
+        table.add_row(what, size(memory.cache + memory.cross_cache), note)
         table.add_row("generating", size(memory.generating), "weights and cache", style="bold")
     console.print(table)
 
@@ -312,6 +314,8 @@ def _print_memory(console: Console, cost: Cost, dropout: bool) -> None:
 def _activations_note(memory: Memory, dropout: bool) -> str:
     from clearhead.cli.units import size
 
+    if not memory.patterns:
+        return ""
     if memory.activations == memory.activations_written:
         return "attention cannot be fused"
     where = "a CPU with dropout" if dropout else "where attention is not fused"

@@ -342,6 +342,11 @@ def _looking(net: Any, beam: Beam, memory: Memory | None) -> Iterator[Activation
         "A coverage penalty is for encoder-decoders: this model has no source to cover. Use 0.",
     )
     last = len(net.decoder.stack.blocks) - 1
+    require(
+        net.decoder.stack.blocks[last].cross_attn is not None,
+        "A coverage penalty needs a decoder that looks at its source; this one has the source's "
+        "last state alone. Use 0.",
+    )
     with capture(net, f"decoder.stack.blocks.{last}.cross_attn.pattern") as looks:
         yield looks
 

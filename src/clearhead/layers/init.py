@@ -4,6 +4,10 @@ xavier  W ~ U(-a, a), a = sqrt(6 / (in + out))       Glorot and Bengio 2010
 he      W ~ N(0, 2 / in)                             He et al. 2015
 gpt2    W ~ N(0, 0.02^2), those that write into the stream divided by sqrt(number of writers)
 t5      W ~ N(0, 1 / in), queries also divided by sqrt(head_dim); embeddings N(0, 1)
+
+Recurrent cells, whatever the style: each gate's matrix on the state is orthogonal (Saxe et al.
+2014), each on the input as xavier, and an LSTM's forget gate begins open, with a bias of 1
+(Jozefowicz et al. 2015).
 """
 
 from __future__ import annotations
@@ -30,6 +34,8 @@ def initialise(net: nn.Module, style: Init, generator: torch.Generator | None = 
     for module in sorted(net.modules(), key=lambda module: isinstance(module, nn.Embedding)):
         if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)):
             _linear(module, style, writers.get(module, 1), generator)
+        elif isinstance(module, nn.RNNBase):
+            _recurrent(module, generator)
         elif isinstance(module, nn.Embedding):
             std = {"xavier": module.embedding_dim**-0.5, "he": module.embedding_dim**-0.5}.get(
                 style, 0.02
@@ -75,6 +81,20 @@ def _linear(
         linear.weight.normal_(0.0, std, generator=generator)
     if linear.bias is not None:
         linear.bias.zero_()
+
+
+def _recurrent(cell: nn.RNNBase, generator: torch.Generator | None) -> None:
+    for name, weight in cell.named_parameters():
+        gates = weight.split(cell.hidden_size)
+        for gate in gates:
+            if name.startswith("weight_ih"):
+                nn.init.xavier_uniform_(gate, generator=generator)
+            elif name.startswith("weight_hh"):
+                nn.init.orthogonal_(gate, generator=generator)
+            else:
+                gate.zero_()
+        if isinstance(cell, nn.LSTM) and name.startswith("bias_ih"):
+            gates[1].fill_(1.0)  # input, forget, cell, output
 
 
 def _writers(net: nn.Module) -> dict[nn.Module, int]:

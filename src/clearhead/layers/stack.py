@@ -38,6 +38,8 @@ class Memory:
     """The encoder's last states."""
     at: Positions
     """Where they stand; empty slots are not attended to."""
+    final: Float[Tensor, "s n m"] | None = None
+    """What a recurrent encoder carried when it had read all: a decoder begins with it."""
 
     @property
     def rows(self) -> int:
@@ -50,7 +52,8 @@ class Memory:
         if at.pos.shape[0] > 1:
             ends = None if at.ends is None else tuple(at.ends[i] for i in sources.tolist())
             at = replace(at, pos=at.pos.index_select(0, sources), ends=ends)
-        return Memory(self.x.index_select(0, sources), at)
+        final = None if self.final is None else self.final.index_select(0, sources)
+        return Memory(self.x.index_select(0, sources), at, final)
 
 
 class Kind(nn.Module):

@@ -18,6 +18,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
+from clearhead.attention.additive import AdditiveAttention
 from clearhead.errors import require
 from clearhead.layers.position import Learned, Learned2D
 from clearhead.measure.parts import Component, Part
@@ -263,5 +264,10 @@ def _cross_cache(net: Net, batch: int, source: int) -> int:
     """How many numbers the keys and values of the sources are."""
     if not isinstance(net, EncoderDecoder):
         return 0
-    crosses = [block.cross_attn for block in net.decoder.stack.blocks]
-    return sum(2 * batch * source * cross.n_kv_heads * cross.head_dim for cross in crosses)
+    numbers = 0
+    for block in net.decoder.stack.blocks:
+        if isinstance(block.cross_attn, AdditiveAttention):
+            numbers += block.cross_attn.k_proj.out_features
+        elif block.cross_attn is not None:
+            numbers += 2 * block.cross_attn.n_kv_heads * block.cross_attn.head_dim
+    return batch * source * numbers

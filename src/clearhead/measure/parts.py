@@ -21,6 +21,7 @@ from typing import Literal
 
 from torch import nn
 
+from clearhead.attention.additive import AdditiveAttention
 from clearhead.attention.attention import Attention
 from clearhead.attention.relative import Shaw, TransformerXL
 from clearhead.attention.softmax import Softmax
@@ -32,6 +33,7 @@ Component = Literal[
     "attention scores",
     "cross-attention",
     "ffn",
+    "recurrence",
     "norms",
     "positions",
     "head",
@@ -51,6 +53,11 @@ KEPT = {
         "relu_squared": 1,
     }.items()
 }
+
+
+# How many vectors a step of a recurrent cell keeps, its input not counted; an LSTM's, which oneDNN
+# computes on a CPU, were measured.
+CARRIED = {nn.RNN: 1, nn.GRU: 7, nn.LSTM: 16}
 
 
 @dataclass(frozen=True)
@@ -186,6 +193,27 @@ def count_attention(
     part = kernel.part(forward=4 * patterns * d, kept=written if never else fused)
     yield replace(part, written=written, pattern=patterns)
     yield _linear(attn.out_proj, place.at("out_proj"), b * t, keeps=False)
+
+
+def count_additive(attn: AdditiveAttention, place: Place, call: Call) -> Iterator[Part]:
+    """Additive attention to the source: a hidden vector for each pair of a query and a key."""
+    b, t, s = call.batch, call.length, call.source
+    pairs = b * t * s
+    yield _linear(attn.q_proj, place.at("q_proj"), b * t)
+    yield _linear(attn.k_proj, place.at("k_proj"), b * s)
+    yield _linear(attn.score, place.at("score"), pairs)  # what tanh keeps is this one's input
+    part = place.part(forward=2 * pairs * attn.k_proj.in_features, kept=pairs)
+    yield replace(part, pattern=pairs)
+
+
+def count_cell(cell: nn.RNNBase, place: Place, call: Call, from_zero: bool) -> Part:
+    """A recurrent cell, step by step; a start from zeros needs no gradient."""
+    weights = [p for name, p in cell.named_parameters() if name.startswith("weight")]
+    onto_state = sum(p.numel() for p in weights[1::2])
+    both = 2 if cell.bidirectional else 1
+    kept = call.tokens * (CARRIED[type(cell)] * cell.hidden_size * both + both * cell.input_size)
+    part = place.part(2 * call.tokens * sum(p.numel() for p in weights), kept)
+    return replace(part, backward=part.backward - from_zero * 2 * call.batch * onto_state)
 
 
 def _relative(relative: nn.Module, place: Place, call: Call, h: int, d: int) -> Part:

@@ -12,6 +12,7 @@ from torch import nn
 
 from clearhead.layers.block import Block, ParallelBlock
 from clearhead.layers.patch import PatchEmbedding
+from clearhead.layers.recurrent import RecurrentStack
 from clearhead.layers.sound import SoundEmbedding
 from clearhead.layers.stack import Stack
 from clearhead.measure.parts import (
@@ -19,7 +20,9 @@ from clearhead.measure.parts import (
     Call,
     Part,
     Place,
+    count_additive,
     count_attention,
+    count_cell,
     count_convolution,
     count_ffn,
     count_plain,
@@ -109,7 +112,10 @@ def _head(head: nn.Module, place: Place, call: Call) -> Iterator[Part]:
         yield place.part(kept=KEPT.get(head.activation, 1) * tokens * head.dense.out_features)
 
 
-def _stack(stack: Stack, place: Place, call: Call) -> Iterator[Part]:
+def _stack(stack: Stack | RecurrentStack, place: Place, call: Call) -> Iterator[Part]:
+    if isinstance(stack, RecurrentStack):
+        yield from _recurrent(stack, place, call)
+        return
     for i, block in enumerate(stack.blocks):
         path = place.at(f"blocks.{i}").path
         bias = stack.kinds[i % len(stack.kinds)].bias
@@ -121,6 +127,21 @@ def _stack(stack: Stack, place: Place, call: Call) -> Iterator[Part]:
             yield place.at(f"kinds.{i}.bias", "positions").part()
     if stack.norm is not None:
         yield from count_plain(stack.norm, place.at("norm", "norms"), call.tokens)
+
+
+def _recurrent(stack: RecurrentStack, place: Place, call: Call) -> Iterator[Part]:
+    for i, block in enumerate(stack.blocks):
+        path = place.at(f"blocks.{i}").path
+        here = Place(path, "recurrence", path)
+        yield count_cell(block.cell, here.at("cell"), call, from_zero=not call.source)
+        if block.cross_attn is not None:
+            yield from count_additive(
+                block.cross_attn, here.at("cross_attn", "cross-attention"), call
+            )
+            yield from count_plain(block.mix, here.at("mix", "cross-attention"), call.tokens)
+            yield here.part(kept=call.tokens * stack.width)  # the tanh behind it
+        if block.dropout.p:
+            yield here.at("dropout").part(kept=call.tokens * stack.width)
 
 
 def _block(

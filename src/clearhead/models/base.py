@@ -26,6 +26,7 @@ from clearhead.attention.positions import Positions
 from clearhead.attention.rotary import Rotary
 from clearhead.errors import ClearheadError, require
 from clearhead.layers.embed import Embedding
+from clearhead.layers.recurrent import RecurrentStack
 from clearhead.layers.stack import Memory, Stack
 
 Ids = Int[Tensor, "b t"]
@@ -89,11 +90,16 @@ class Encoder(Net):
     """Every token sees every token."""
 
     def __init__(
-        self, embed: nn.Module, stack: Stack, head: nn.Module | None = None, ties: Ties = ()
+        self,
+        embed: nn.Module,
+        stack: Stack | RecurrentStack,
+        head: nn.Module | None = None,
+        ties: Ties = (),
     ) -> None:
         super().__init__(ties)
         self.embed: Any = embed  # Embedding, PatchEmbedding, AudioEmbedding: `place`, `forward`
-        self.stack, self.head = stack, head
+        self.stack: Any = stack
+        self.head = head
         self.tie()
 
     def encode(
@@ -117,10 +123,15 @@ class Decoder(Net):
     """Every token sees those before it."""
 
     def __init__(
-        self, embed: Embedding, stack: Stack, head: nn.Module | None, ties: Ties = ()
+        self,
+        embed: Embedding,
+        stack: Stack | RecurrentStack,
+        head: nn.Module | None,
+        ties: Ties = (),
     ) -> None:
         super().__init__(ties)
-        self.embed, self.stack, self.head = embed, stack, head
+        self.embed, self.head = embed, head
+        self.stack: Any = stack
         self.tie()
 
     def states(

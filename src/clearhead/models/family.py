@@ -38,6 +38,8 @@ FAMILIES: dict[str, str] = {
     "vit": "clearhead.models.vit",
     "clip": "clearhead.models.clip",
     "whisper": "clearhead.models.whisper",
+    "rnn": "clearhead.models.rnn",
+    "rnn_seq2seq": "clearhead.models.rnn_seq2seq",
 }
 
 SIZES = ("d_model", "n_layers", "n_decoder_layers", "n_heads", "max_len", "d_ff", "vocab_size")

@@ -14,10 +14,15 @@ from typing import Any, Literal
 import yaml
 
 from clearhead.errors import ClearheadError, require
+from clearhead.recipes import recipe_names
 from clearhead.training.checkpoint import MANIFEST, steps_of
 from clearhead.training.folder import RECIPE, RunFolder
 from clearhead.training.reached import END, measured_already
+from clearhead.training.recipe import Recipe
+from clearhead.training.run import read_recipe
 
+# Settings that say where and how often something is done, not what comes out.
+ASIDE = ("train.machine", "train.eval_every", "train.checkpoint_every", "train.keep", "eval")
 State = Literal["running", "finished", "stopped", "begun", "broken"]
 
 
@@ -132,13 +137,14 @@ def _settings(path: Path) -> dict[str, Any] | None:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return None
-    return dict(_flat(data)) if isinstance(data, dict) else None
+    return dict(flat(data)) if isinstance(data, dict) else None
 
 
-def _flat(table: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+def flat(table: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested tables as dotted keys and their values."""
     for key, value in table.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{before}{key}.")
+            yield from flat(value, f"{before}{key}.")
         else:
             yield f"{before}{key}", value
 
@@ -149,3 +155,13 @@ def differences(runs: Iterable[Summary]) -> dict[str, list[Any]]:
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     table = {key: [run.settings.get(key) for run in runs] for key in keys}
     return {key: row for key, row in table.items() if any(value != row[0] for value in row)}
+
+
+def changed_settings(recipe: Recipe) -> list[str]:
+    """In what a run differs from the recipe that it is named after, as dotted keys."""
+    if recipe.name not in recipe_names():
+        return []
+    own, shipped = (dict(flat(r.to_dict())) for r in (recipe, read_recipe(recipe.name)))
+    aside = ASIDE if shipped["train.steps"] else (*ASIDE, "train.steps")  # which minutes became
+    keys = [key for key in {**shipped, **own} if not key.startswith(aside)]
+    return [key for key in keys if own.get(key) != shipped.get(key)]

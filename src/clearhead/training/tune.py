@@ -12,8 +12,10 @@ nothing and take ten times that rate (Hu et al. 2021, appendix D).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from clearhead.models.family import FAMILIES, family
 from clearhead.training.recipe import has_noam, merge
 
 if TYPE_CHECKING:
@@ -40,6 +42,8 @@ def settle(data: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
         data = {name: table for name, table in data.items() if name not in ("optim", "tokenizer")}
     if source is not None:
         data = {**data, "model": {"from": source}}
+    elif "model.family" in rest:
+        data = {**data, "model": _in_common(data.get("model") or {}, rest["model.family"])}
     merged = merge(data, rest)
     if not _starts(merged):
         return merged
@@ -55,6 +59,14 @@ def settle(data: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     merged["optim"] = {**chosen, **optim}
     merged.setdefault("tokenizer", "ready")
     return merged
+
+
+def _in_common(model: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Of a recipe's model what another family has a setting for as well: a width, say."""
+    if name == model.get("family") or name not in FAMILIES:
+        return dict(model)
+    known = {field.name for field in fields(family(name).Config)}
+    return {key: value for key, value in model.items() if key in known}
 
 
 def _source(changes: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:

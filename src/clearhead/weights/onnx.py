@@ -46,6 +46,7 @@ from clearhead.errors import ClearheadError, require
 from clearhead.layers.embed import Embedding
 from clearhead.layers.patch import PatchEmbedding
 from clearhead.layers.position import Learned, Learned2D
+from clearhead.layers.recurrent import RecurrentStack
 from clearhead.layers.sound import SoundEmbedding
 from clearhead.layers.stack import Memory, Stack
 from clearhead.models.base import Decoder, Encoder, EncoderDecoder, Net
@@ -131,6 +132,11 @@ def export_onnx(
 
 def _graphs(net: Net) -> list[Graph]:
     """The files of a network."""
+    require(
+        not any(isinstance(part, RecurrentStack) for part in net.modules()),
+        "A recurrent network has no form in ONNX here: Transformers have. Save it, or export it to "
+        "another format.",
+    )
     if isinstance(net, TwoTowers):
         text, out = partial(_text, net.embed_text, net.text), ("vector",)
         return [
