@@ -29,7 +29,7 @@ demo: $(READY) ## train a model on Python's own manual for two minutes, sample f
 	@rm -rf runs/demo
 	$(BIN)/clearhead doctor
 	$(BIN)/clearhead train manual --out runs/demo
-	$(BIN)/clearhead generate runs/demo "The for statement is used to" --seed 1
+	$(BIN)/clearhead generate runs/demo "The for statement is used to" --max-new-tokens 100 --seed 1
 	$(BIN)/clearhead eval runs/demo
 	@echo
 	@echo "The model is in runs/demo/model, its curves are in runs/demo/curves.png. Now try:"

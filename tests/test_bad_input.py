@@ -565,3 +565,8 @@ def test_anything_at_all_as_settings(data):
         except ClearheadError:
             continue
         assert data == {} or set(data) <= set(config.to_dict())
+
+
+def test_a_prompt_that_is_no_text():
+    with refused("generate takes a text or a list of texts, not 5"):
+        decoder().generate(5)

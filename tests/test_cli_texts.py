@@ -84,6 +84,15 @@ def test_many_texts_come_in_order(models, capsys, monkeypatch):
     assert [line.partition("\t")[2] for line in out.splitlines()] == TEXTS
 
 
+def test_empty_lines_are_left_out_with_a_word(models, capsys, tmp_path):
+    folder = str(models["classify"])
+    (tmp_path / "in.txt").write_text("the cat\n\n \nthe dog\n")
+    main(["classify", folder, "--file", str(tmp_path / "in.txt")])
+    both = capsys.readouterr()
+    assert len(both.out.splitlines()) == 2
+    assert "2 empty lines were left out" in both.err
+
+
 def test_speed_is_said_on_the_side(models, capsys):
     assert main(["translate", str(models["translate"]), "the cat", "--stats"]) == 0
     both = capsys.readouterr()

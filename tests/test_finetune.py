@@ -247,6 +247,13 @@ def test_a_decoder_tells_texts_apart_too(table, decoder, tmp_path):
     assert 0 <= scores["accuracy"].value <= 1
 
 
+def test_a_packed_model_does_not_learn(decoder, tmp_path):
+    ch.load(decoder).fast("int8").save(tmp_path / "small")
+    data = {"source": "manual", "objective": "next_token"}
+    with pytest.raises(ClearheadError, match="packed as int8, to run and not to learn"):
+        prepare(read_recipe({"data": data, "model": {"from": str(tmp_path / "small")}}))
+
+
 def test_other_objectives_refuse_a_decoder(decoder, tmp_path):
     data = {"source": "notes", "objective": "tagging", "limit": 20}
     with pytest.raises(ClearheadError, match=r"tagging trains an encoder, and .* is a decoder"):

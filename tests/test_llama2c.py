@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from clearhead.errors import ClearheadError
+from clearhead.text.foreign import from_llama2c
 from clearhead.weights.llama2c import load_llama2c, read_llama2c_vocab
 
 SIZES = {"dim": 16, "hidden": 24, "layers": 2, "heads": 4, "kv": 2, "vocab": 11, "seq": 12}
@@ -176,6 +177,11 @@ def test_the_vocabulary_is_read(tmp_path):
     tokens = [(b"<unk>", 0.0), (b"\xff", -0.5), (b"", 1.0), (" grün".encode(), -3.0)]
     (tmp_path / "t.bin").write_bytes(packed(tokens))
     assert read_llama2c_vocab(tmp_path / "t.bin") == tokens
+
+
+def test_a_story_ends_where_the_next_begins():
+    entries = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), (" a", -1.0), ("a", -2.0)]
+    assert from_llama2c(entries).eos_ids == (2, 1)
 
 
 @pytest.mark.parametrize(

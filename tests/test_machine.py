@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import tomllib
@@ -13,11 +14,12 @@ import pytest
 
 from clearhead.cli import doctor
 from clearhead.cli import main as cli
+from clearhead.measure import hardware, roofs
 from clearhead.measure import machine as machines
-from clearhead.measure import roofs
 from clearhead.measure.hardware import (
     Memory,
     Processor,
+    busy_cores,
     cgroup_cores,
     cgroup_memory,
     parse_cpuinfo,
@@ -111,6 +113,17 @@ def test_cgroup_version_1(tmp_path):
 )
 def test_usable_cores(changes, usable):
     assert replace(CPU, **changes).usable == usable
+
+
+def test_how_busy_the_cores_are(monkeypatch):
+    found = iter([(1000, 5000), (1030, 5040)])
+    monkeypatch.setattr(hardware, "_ticks", lambda: next(found))
+    monkeypatch.setattr(hardware.os, "cpu_count", lambda: 4)
+    assert busy_cores(0) == 1.0  # a quarter of the time
+    monkeypatch.setattr(hardware, "_ticks", lambda: None)
+    assert busy_cores(0) == 0.0
+    monkeypatch.undo()
+    assert 0 <= busy_cores(0.05) <= os.cpu_count()
 
 
 def test_this_machine_can_be_read():

@@ -94,6 +94,12 @@ def test_a_misspelt_key_is_named_with_the_nearest(changes, said):
         read_recipe(TINY, changes)
 
 
+def test_a_model_whose_family_is_misspelt():
+    model = {"famly": "gpt2", "n_layers": 2}
+    with pytest.raises(ClearheadError, match=r'It has "famly". Did you mean "family"'):
+        read_recipe({**TINY, "model": model})
+
+
 def test_a_change_reaches_into_a_short_form():
     recipe = read_recipe(TINY, {"optim.schedule": "cosine", "optim.schedule.to": 0.5})
     assert recipe.optim.schedule.to == 0.5

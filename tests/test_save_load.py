@@ -55,6 +55,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_the_same_model_comes_back(name, tmp_path):
     saved = model(name)
     saved.save(tmp_path / "it")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "it").iterdir()}
+    assert set(modes.values()) == {0o644}  # for everybody to read
     loaded = ch.load(tmp_path / "it")
     assert loaded.config == saved.config
     assert type(loaded.net) is type(saved.net)

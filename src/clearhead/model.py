@@ -136,6 +136,10 @@ class Model:
         Settings: max_new_tokens, temperature (0: the best token each time), top_k, top_p, min_p,
         typical, seed, stop, and the rules of docs/generating.md.
         """
+        require(
+            isinstance(prompt, (str, Sequence)),
+            f"generate takes a text or a list of texts, not {prompt!r}.",
+        )
         many = [prompt] if isinstance(prompt, str) else list(prompt)
         options, ids, sources = self._request(many, settings)
         texts = [_result(each, options) for each in whole(self._write(ids, options, sources))]
@@ -302,7 +306,10 @@ class Model:
         head = getattr(self.config, "head", None)
         require(
             head is not None and head.kind == kind,
-            f"{what} takes a model with a {kind} head: ch.load(folder, head={own or repr(kind)}).",
+            f"{what} takes a model with a {kind} head, and this {self.config.kind} has "
+            f"{'none' if head is None else f'a head of another kind, {head.kind}'}: train one "
+            f"(clearhead train RECIPE --from MODEL), or in Python ch.load(folder, head="
+            f"{own or repr(kind)}).",
         )
 
     def _check_writes(self) -> None:

@@ -216,6 +216,7 @@ class Talk:
 def _choices(trainer: Trainer) -> Iterator[tuple[str, str]]:
     import torch
 
+    from clearhead.measure.hardware import busy_cores
     from clearhead.training.machine import describe_choice
 
     job, recipe, train = trainer.job, trainer.recipe, trainer.recipe.train
@@ -245,6 +246,14 @@ def _choices(trainer: Trainer) -> Iterator[tuple[str, str]]:
         "machine",
         f"{trainer.device.type}{threads}, {chosen}{many} (--set train.machine...)",
     )
+    busy = busy_cores() if trainer.device.type == "cpu" and count > 1 else 0.0
+    if busy > 0.5:
+        yield (
+            "note",
+            f"other programs keep {busy:.1f} of {os.cpu_count()} cores busy: threads that wait for "
+            "each other are many times slower then. Stop them, or take one thread: "
+            "--set train.machine.threads=1",
+        )
 
 
 def _plural(count: int, word: str) -> str:

@@ -35,9 +35,16 @@ class TextArgs:
 def read_texts(words: Sequence[str], file: str | None) -> list[str]:
     """The arguments; or the lines of a file, or of standard input, without empty ones."""
     require(not words or file is None, "Texts were given twice: as arguments, and with --file.")
-    texts = list(words) or [line for line in _lines(file) if line.strip()]
+    if words:
+        return list(words)
     where = "standard input" if file is None else file
+    lines = list(_lines(file))
+    texts = [line for line in lines if line.strip()]
     require(bool(texts), f"There is no text: give it as an argument, or a line each in {where}.")
+    empty = len(lines) - len(texts)
+    if empty:
+        left = "1 empty line was" if empty == 1 else f"{empty} empty lines were"
+        print(f"{left} left out of {where}: line numbers differ behind it", file=sys.stderr)
     return texts
 
 

@@ -50,7 +50,7 @@ def fill_masks(
         ids = tokenizer.encode(text if own in text else text.replace(MASK, own))
         require(
             mask in ids,
-            f"There is no mask in {text[:60]!r}: write {own} (or {MASK}) where a token is wanted.",
+            f"There is no mask in {text[:60]!r}: write {own} where a token is wanted.",
         )
         require(
             len(ids) <= max_len,

@@ -10,6 +10,7 @@ import math
 import os
 import platform
 import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,29 @@ SIMD = {
     "SVE": ("sve",),
     "ARM BF16": ("bf16",),
 }
+
+
+def busy_cores(seconds: float = 0.2) -> float:
+    """How many cores' worth of work is done while this process sleeps; 0 where that cannot be
+    read.
+    """
+    before = _ticks()
+    time.sleep(seconds)
+    after = _ticks()
+    if before is None or after is None or after[1] <= before[1]:
+        return 0.0
+    idle, total = after[0] - before[0], after[1] - before[1]
+    return (1 - idle / total) * (os.cpu_count() or 1)
+
+
+def _ticks() -> tuple[int, int] | None:
+    """The time that all cores together were idle, and all of their time."""
+    try:
+        line = Path("/proc/stat").read_text().splitlines()[0]
+        user, nice, system, idle, wait, *rest = map(int, line.split()[1:8])
+    except (OSError, ValueError, IndexError):
+        return None
+    return idle + wait, user + nice + system + idle + wait + sum(rest)
 
 
 @dataclass(frozen=True)

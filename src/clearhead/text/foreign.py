@@ -78,7 +78,10 @@ def from_llama2c(entries: Sequence[tuple[str, float]]) -> Tokenizer:
             pieces.append(Piece(text.replace(" ", BLANK), float(score)))
     backend = _scored_backend(pieces, unk_id=0, prefix=True)
     backend.post_processor = around_text(backend, "<s>", None)
-    return Tokenizer(backend, {"bos": "<s>", "eos": "</s>", "unk": "<unk>"})
+    # Its texts stand one behind the other, each begun by <s>: where the next begins, one has ended
+    # (run.c stops there).
+    names = {"bos": "<s>", "eos": "</s>", "unk": "<unk>"}
+    return Tokenizer(backend, names, eos_ids=(1,))
 
 
 def gguf_metadata(tokenizer: Tokenizer, vocab_size: int | None = None) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from clearhead.data.language import Seq2seq
 from clearhead.data.objectives import Objective
 from clearhead.data.shards import Store, cached_store
 from clearhead.errors import require
+from clearhead.fast.form import form_of
 from clearhead.model import Model
 from clearhead.text.cuts import CutAnew
 from clearhead.text.tokenizer import Tokenizer
@@ -301,6 +302,12 @@ def _start(recipe: Recipe, objective: Objective) -> tuple[Model, Objective, tupl
         f"model.{next(iter(recipe.model.settings), '')} away.",
     )
     model: Model = load(source)
+    packed = form_of(model.net)
+    require(
+        packed is None,
+        f"{source} is packed as {packed}, to run and not to learn: start from the model that it "
+        "was made of.",
+    )
     require(
         fits(objective, model),
         f"The objective {objective.kind} trains an {objective.shape}, and {source} is a "

@@ -225,9 +225,10 @@ class ModelChoice:
         require(isinstance(data, Mapping), f"model must be a table of settings, not {data!r}.")
         settings = dict(data)
         family, source = str(settings.pop("family", "")), str(settings.pop("from", ""))
+        near = "" if family or source else _meant(settings)
         require(
             bool(family) != bool(source),
-            'model says either which "family" to build or which model to start "from".',
+            f'model says either which "family" to build or which model to start "from".{near}',
         )
         choice = ModelChoice(family, source, settings)
         if family:
@@ -299,6 +300,14 @@ class Recipe:
     def with_steps(self, steps: int) -> Recipe:
         """The same with another number of steps."""
         return dataclasses.replace(self, train=dataclasses.replace(self.train, steps=steps))
+
+
+def _meant(settings: Mapping[str, Any]) -> str:
+    """Which of these keys was to be one that says what the model is."""
+    for key in settings:
+        if hint := did_you_mean(str(key), ("family", "from")):
+            return f' It has "{key}".{hint}'
+    return ""
 
 
 def _rated(optim: Any) -> Any:

@@ -226,6 +226,8 @@ def whole_folder(folder: str | Path, names: set[str]) -> Iterator[Path]:
     try:
         yield new
         os.chmod(new, 0o755)
+        for file in new.rglob("*"):  # safetensors leaves its own to their owner alone
+            os.chmod(file, 0o755 if file.is_dir() else 0o644)
         _put_in_place(new, folder)
     except (OSError, SafetensorError) as error:  # safetensors has its own for a full disk
         why = getattr(error, "strerror", None) or error
