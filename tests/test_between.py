@@ -240,4 +240,5 @@ def test_a_fast_model_has_all_of_it_and_says_the_same(family, ran):
                 each.decode(part, cache=c) for each, c in zip((net, fast), caches, strict=True)
             )
             torch.testing.assert_close(quick, plain, rtol=1e-4, atol=1e-5)
-    assert ran.count("attend") == 2 * 3  # every step but the first, whose queries see by turns
+    # Every step but the first, whose queries see by turns; gpt2's are lists, llama's width is odd.
+    assert ran.count("run" if family == "gpt2" else "attend") == (3 if family == "gpt2" else 6)

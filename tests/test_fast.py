@@ -355,7 +355,7 @@ def test_large_models_take_the_fp32_form_by_themselves(monkeypatch):
     model = tiny_model()
     net, quick = model.net, Quick()
     assert quick(net) is net  # too small to be worth it
-    monkeypatch.setattr(forms, "WORTH", 1)
+    monkeypatch.setattr(forms, "WRITING", 1)
     fast = quick(net)
     assert form_of(fast) == "fp32"
     assert quick(net) is fast

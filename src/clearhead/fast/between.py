@@ -96,6 +96,13 @@ def fast_activation(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor]
     return activation
 
 
+def name_of(activation: Callable[[Tensor], Tensor]) -> str | None:
+    """What the compiled code calls an activation; None: it has none."""
+    if isinstance(activation, FastActivation):
+        return activation.name
+    return next((name for name in ("gelu", "relu") if activation is ACTIVATIONS[name]), None)
+
+
 class Joint:
     """Several linear layers that read the same x, in one call; those that it was made for, even if
     another one is put in the place of one of them.

@@ -25,6 +25,12 @@ import torch
 from clearhead.errors import require
 
 MISSING = "Fast products take llvmlite, which is not installed: pip install 'clearhead[fast]'."
+ARGUMENTS = 10  # of every compiled function
+# What attention is told of heads and of steps from one number to the next, each in 8 bytes.
+FACTS = (
+    *("heads", "group", "d", "keys", "queries"),
+    *("q_row", "q_head", "q_query", "k_row", "k_head", "k_key", "scale"),
+)
 OLDEST = (0, 46)  # of llvmlite; before, addresses had types
 _listeners: list[Callable[[str], None]] = []
 

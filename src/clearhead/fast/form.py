@@ -23,13 +23,17 @@ from clearhead.fast.between import FastSoftmax, fast_activation, joint
 from clearhead.fast.blocks import GPU, compile_blocks
 from clearhead.fast.formats import FORMS, GROUP, Form, pack, stored_as
 from clearhead.fast.linear import FastEmbedding, FastLinear
+from clearhead.fast.program import program
 from clearhead.fast.rounding import round_to_int4, second_moments
 from clearhead.layers.ffn import FFN, GatedFFN
+from clearhead.layers.stack import Stack
 from clearhead.memory import keep_freed_memory
-from clearhead.models.base import Net
+from clearhead.models.base import Decoder, EncoderDecoder, Net
 from clearhead.tap import taps
 
-WORTH = 10_000_000  # weights in linear layers; a smaller model is read from the cache anyway
+# Weights in linear layers from which on the fp32 form is taken unasked: of a model that reads (a
+# smaller one is read from the cache anyway), and of one that writes, whose steps become one call.
+WORTH, WRITING = 10_000_000, 100_000
 PACKED = ("weight", "scales")
 _Layer = tuple[str, Form, tuple[Tensor, Tensor]]  # name, form, weight and scales
 
@@ -93,8 +97,9 @@ def form_of(net: nn.Module) -> Form | None:
 
 
 def worth_it(net: Net) -> bool:
-    """Whether the fp32 form of this network would be quicker: it is on a CPU, in fp32, large, not
-    yet fast, and nobody listens by torch's own hooks, which belong to the modules they are on.
+    """Whether the fp32 form of this network would be quicker: it is on a CPU, in fp32, not too
+    small, not yet fast, and nobody listens by torch's own hooks, which belong to the modules they
+    are on.
     """
     if not compiled.available() or not _on_cpu(net):
         return False
@@ -103,7 +108,8 @@ def worth_it(net: Net) -> bool:
         if isinstance(module, FastLinear) or module._forward_hooks or module._forward_pre_hooks:
             return False
         count += module.weight.numel() if type(module) is nn.Linear else 0
-    return count >= WORTH
+    writes = isinstance(net, (Decoder, EncoderDecoder))
+    return count >= (WRITING if writes else WORTH)
 
 
 class Quick:
@@ -262,6 +268,9 @@ def _quicken(net: Net) -> None:
             module.joint = joint(module.gate_proj, module.in_proj)
         if isinstance(module, (FFN, GatedFFN)):
             module.activation = fast_activation(module.activation)
+    for module in net.modules():
+        if isinstance(module, Stack):
+            module.step = program(module)
 
 
 def _drop_ties(net: Net) -> None:

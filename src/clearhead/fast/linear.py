@@ -42,6 +42,7 @@ NO_GRADIENTS = (
 class FastLinear(nn.Module):
     """x W^T + b with packed weights."""
 
+    moves = 0  # how often any of them looked again: who remembers addresses asks for it
     tensors: tuple[Tensor, Tensor, Tensor]
     addresses: tuple[int, ...]
     here: bool
@@ -67,6 +68,7 @@ class FastLinear(nn.Module):
 
     def refresh(self) -> None:
         """Look again where the tensors are: needed after they were exchanged or moved."""
+        FastLinear.moves += 1
         weight = self.weight.detach()
         kind, device, n = torch.float32, weight.device, self.out_features
         scales = (

@@ -1,10 +1,11 @@
 """What stands between the products of a step, as vector instructions: attention and activations.
 
 A step of decoding asks few queries of many keys, and PyTorch's fused attention is made for many
-queries; its tanh takes five times as long as it must. (Its exact GELU does not, and stays.)
+queries; its tanh takes five times as long as it must.
 
     attend                          softmax(q k^T scale) v, everybody sees everybody
     gelu_tanh, quick_gelu, silu     x / (1 + exp(-u)), u a polynomial of x
+    gelu, relu                      for `calls`; elsewhere PyTorch's own are as quick
 
 The slow twins are `Kernel.forward` and `ACTIVATIONS`. exp is 2^n times a polynomial on
 [-ln 2 / 2, ln 2 / 2] (Cephes' coefficients), off by at most some units in the last place.
@@ -19,17 +20,15 @@ from typing import Any
 
 from llvmlite import ir
 
-from clearhead.fast import emit
+from clearhead.fast import emit, rows
+from clearhead.fast.compile import FACTS
 from clearhead.fast.words import F32, I32, I64, Function, Shape
 
-NAMES = ("attend", "gelu_tanh", "quick_gelu", "silu")
+POINTWISE = ("gelu_tanh", "quick_gelu", "silu", "gelu", "relu")
+NAMES = ("attend", *POINTWISE, *rows.BODIES)
 CHUNK = 1024  # numbers of an activation that a thread takes at a time
 WIDE = 4  # keys, and vectors of a value, that are worked on at a time
-# What `attend` is told in `facts`, each 8 bytes:
-FACTS = (
-    *("heads", "group", "d", "keys", "queries"),
-    *("q_row", "q_head", "q_query", "k_row", "k_head", "k_key", "scale"),
-)
+TAIL = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
 LEAST, MOST = -87.3365478515625, 88.3762626647949  # whose exp is a normal number
 EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
 
@@ -39,14 +38,14 @@ def write_module(name: str, shape: Shape) -> str:
 
     <name>_attend(q, k, v, out, facts, 0, rows * heads, 0, threads, 0)
     <name>_silu(x, 0, 0, 0, out, 0, count, 0, threads, 0)
+    and those of `rows`
     """
     module = ir.Module(name)
-    for own, unit, body in (
-        ("attend", 1, _attend),
-        ("gelu_tanh", CHUNK, partial(_pointwise, function=_gelu_tanh)),
-        ("quick_gelu", CHUNK, partial(_pointwise, function=_quick_gelu)),
-        ("silu", CHUNK, partial(_pointwise, function=_silu)),
-    ):
+    functions = _gelu_tanh, _quick_gelu, _silu, _gelu, _relu
+    pairs = zip(POINTWISE, functions, strict=True)
+    bends = [(own, CHUNK, partial(_pointwise, function=bend)) for own, bend in pairs]
+    parts: list[tuple[str, int, Callable[[Function], None]]] = [("attend", 1, _attend), *bends]
+    for own, unit, body in parts:
         part = Function(module, f"{name}_{own}_part", 10, shape, "fp32")
         part.write(body)
         worker = Function(module, f"{name}_{own}_worker", 1, shape, "fp32")
@@ -55,6 +54,8 @@ def write_module(name: str, shape: Shape) -> str:
         whole.write(
             partial(emit.write_product, strips=part.function, worker=worker.function, unit=unit)
         )
+    for own, write in rows.BODIES.items():
+        Function(module, f"{name}_{own}", rows.ARGUMENTS, shape, "fp32").write(write)
     return str(module)
 
 
@@ -94,6 +95,25 @@ def _gelu_tanh(f: Function, x: Any) -> Any:
     twice = 2 * math.sqrt(2 / math.pi)
     cubic = f.fma(f.b.fmul(x, x), f.spread(0.044715 * twice), f.spread(twice))
     return _swish(f, x, f.b.fmul(x, cubic))
+
+
+def _gelu(f: Function, x: Any) -> Any:
+    """x Phi(x): 1 - Phi of |x| is P(t) exp(-x^2 / 2) / 2, t = 1 / (1 + p |x| / sqrt 2), off by at
+    most 1e-7 (Abramowitz and Stegun 7.1.26).
+    """
+    size = f.call("llvm.fabs", f.vector, x)
+    t = f.fma(size, f.spread(0.3275911 / math.sqrt(2)), f.spread(1.0))
+    t = f.b.fdiv(f.spread(1.0), t)
+    found = f.spread(TAIL[0] / 2)
+    for number in TAIL[1:]:
+        found = f.fma(found, t, f.spread(number / 2))
+    far = f.b.fmul(f.b.fmul(found, t), _exp(f, f.b.fmul(f.b.fmul(x, x), f.spread(-0.5))))
+    near = f.b.fsub(f.spread(1.0), far)
+    return f.b.fmul(x, f.b.select(f.b.fcmp_ordered("<", x, f.spread(0.0)), far, near))
+
+
+def _relu(f: Function, x: Any) -> Any:
+    return f.b.select(f.b.fcmp_ordered("<", x, f.spread(0.0)), f.spread(0.0), x)
 
 
 # --- activations ---

@@ -8,6 +8,7 @@ over the layers) and handed down as a `View`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -90,6 +91,8 @@ class Stack(nn.Module):
 
     blocks: Any  # nn.ModuleList of Block
     kinds: Any  # nn.ModuleList of Kind
+    step: Callable[[Tensor, Positions, Cache, Memory | None], Tensor | None] | None = None
+    """A decoding step of all blocks in one call, in the run-time form; None: not this one."""
 
     def __init__(self, blocks: list[Block], kinds: list[Kind], norm: nn.Module | None) -> None:
         super().__init__()
@@ -104,6 +107,10 @@ class Stack(nn.Module):
         cache: Cache | None = None,
         memory: Memory | None = None,
     ) -> Float[Tensor, "b t m"]:
+        if self.step is not None and cache is not None:
+            done = self.step(x, at, cache, memory)
+            if done is not None:
+                return done
         for block, look in zip(self.blocks, self.looks(x, at, cache, memory), strict=True):
             x = block(x, look)
         return x if self.norm is None else self.norm(x)

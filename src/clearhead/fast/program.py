@@ -1,0 +1,174 @@
+"""A step of decoding as one call: all that its blocks do, written down once, worked off at once.
+
+Python takes longer to ask for the parts of a small block than the block takes, and a tenth to a
+third of the time of a large one in few bits. So for the steps of a decode (one new token a row, all
+rows at the same position) the calls are written into a list (`calls`), which compiled code works
+off (`rows.run`). The list is kept for its cache, and written anew when weights are not where they
+were.
+
+Whatever is not so (many rows or tokens, a window, sources of different lengths, somebody who
+listens at a tap or by a hook, a part that is not known here) goes the ordinary way, block by block:
+that is the slow twin.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from clearhead.attention.attention import Attention
+from clearhead.attention.cache import KV, Cache, CrossKV
+from clearhead.attention.positions import Positions
+from clearhead.attention.rotary import Rotary
+from clearhead.fast import compile as compiled
+from clearhead.fast.between import KEYS, LANES, QUERIES, FastSoftmax, Joint, name_of
+from clearhead.fast.calls import Calls
+from clearhead.fast.linear import MANY, FastLinear
+from clearhead.layers.block import Block, ParallelBlock, PostNorm, PreNorm, SandwichNorm
+from clearhead.layers.ffn import FFN, GatedFFN
+from clearhead.layers.stack import Kind, Memory, Stack
+from clearhead.tap import taps
+
+
+class Program:
+    """What `Stack.step` is in the run-time form: the stream behind all blocks, or None where it
+    does not know the way.
+    """
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
+        self._watched: tuple[list[Any], list[Any], list[Any]] | None = None
+        self._lists: WeakKeyDictionary[Cache, Calls] = WeakKeyDictionary()
+
+    def __call__(
+        self, x: Tensor, at: Positions, cache: Cache, memory: Memory | None
+    ) -> Tensor | None:
+        rows, now = x.shape[0], at.hi
+        if (
+            x.shape[1] != 1
+            or not 0 < rows <= MANY
+            or rows != cache.rows
+            or not at.dense
+            or now >= KEYS
+            or type(cache) is not Cache
+            or any(s.reach is not None or not s.even or s.top != now for s in cache.kinds)
+            or any(now >= s.size for s in cache.kinds)
+            or not x.is_cpu
+            or x.dtype != torch.float32
+            or (torch.is_grad_enabled() and x.requires_grad)
+            or (memory is not None and not _even_sources(memory, cache))
+            or self._heard()
+        ):
+            return None
+        marks = self._marks(cache)
+        known = self._lists.get(cache)
+        if known is None or known.marks != marks:
+            if not all(_plain(state) for state in (*cache.states, *cache.cross)):
+                return None
+            known = self._lists[cache] = Calls(self.stack, cache, marks)
+        cache.begin(at)
+        return known.run(x, now + 1, cache)
+
+    def _heard(self) -> bool:
+        """Whether somebody looks into the blocks."""
+        if self._watched is None:
+            modules = list(self.stack.modules())
+            hooks = [h for m in modules for h in (m._forward_hooks, m._forward_pre_hooks)]
+            norms = [m for m in modules if isinstance(m, (nn.LayerNorm, nn.RMSNorm))]
+            self._watched = list(taps(self.stack).values()), hooks, norms
+        listened, hooks, _ = self._watched
+        return any(tap.listeners for tap in listened) or any(hooks)
+
+    def _marks(self, cache: Cache) -> tuple[Any, ...]:
+        """What a list is written for."""
+        assert self._watched is not None
+        norms = [norm.weight.data_ptr() for norm in self._watched[2]]
+        states: list[Any] = [cache.states[0], *cache.cross[:1]]
+        lie = [(state.k.shape, state.k.stride()) for state in states]
+        return compiled.threads(), FastLinear.moves, cache.rows, lie, norms
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"stack": self.stack}  # a copy writes lists of its own
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        Program.__init__(self, state["stack"])
+
+
+def program(stack: Stack) -> Program | None:
+    """The program of a stack whose blocks it can write down."""
+    known = all(_known_kind(kind) for kind in stack.kinds)
+    known = known and all(_known_block(block) for block in stack.blocks)
+    return Program(stack) if known and (stack.norm is None or _known_norm(stack.norm)) else None
+
+
+def _even_sources(memory: Memory, cache: Cache) -> bool:
+    """Whether all of every source is seen, and its keys are known."""
+    ready = bool(cache.cross) and all(state.k is not None for state in cache.cross)
+    return ready and not memory.at.holes and cache.rows // memory.rows <= QUERIES
+
+
+def _plain(state: Any) -> bool:
+    """Whether keys and values lie as the compiled code expects them."""
+    if type(state) not in (KV, CrossKV):
+        return False
+    k, v = state.k, state.v
+    alike = k.stride() == v.stride() and k.stride(3) == 1
+    return alike and all(t.dtype == torch.float32 and t.is_cpu for t in (k, v))
+
+
+# --- what can be written down ---
+
+
+def _known_kind(kind: Kind) -> bool:
+    return kind.bias is None and not kind.distances and type(kind.rotary) in (Rotary, type(None))
+
+
+def _known_block(block: Any) -> bool:
+    cross, residuals = block.cross_attn, [block.self_residual, block.ffn_residual]
+    if cross is not None:
+        residuals.append(block.cross_residual)
+    parallel = type(block) is ParallelBlock and cross is None
+    placements = (PreNorm,) if parallel else (PreNorm, PostNorm, SandwichNorm)
+    return (
+        (parallel or type(block) is Block)
+        and all(type(residual) in placements for residual in residuals)
+        and all(_known_norm(norm) for residual in residuals for norm in _norms(residual))
+        and _known_attention(block.self_attn)
+        and isinstance(block.self_attn.joint, Joint)
+        and (cross is None or (_known_attention(cross) and _packed(cross.q_proj)))
+        and _known_ffn(block.ffn)
+    )
+
+
+def _known_attention(attn: Attention) -> bool:
+    return (
+        type(attn.kernel) is FastSoftmax
+        and attn.relative is None
+        and attn.head_dim % LANES == 0
+        and _packed(attn.out_proj)
+        and all(norm is None or _known_norm(norm) for norm in (attn.q_norm, attn.k_norm))
+    )
+
+
+def _known_ffn(ffn: Any) -> bool:
+    if type(ffn) is GatedFFN:
+        inside = isinstance(ffn.joint, Joint)
+    else:
+        inside = type(ffn) is FFN and _packed(ffn.in_proj)
+    return inside and _packed(ffn.out_proj) and name_of(ffn.activation) is not None
+
+
+def _known_norm(norm: Any) -> bool:
+    whole = isinstance(norm, (nn.LayerNorm, nn.RMSNorm)) and norm.weight is not None
+    return whole and norm.weight.numel() % LANES == 0 and norm.eps is not None
+
+
+def _norms(residual: Any) -> list[Any]:
+    return [residual.norm, *([residual.norm_out] if type(residual) is SandwichNorm else [])]
+
+
+def _packed(linear: Any) -> bool:
+    return isinstance(linear, FastLinear) and linear.compilable

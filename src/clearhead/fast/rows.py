@@ -1,0 +1,131 @@
+"""The small operations of a decoding step, row by row, and what works off a list of calls.
+
+    layer_norm, rms_norm    as the modules of these names
+    rotate                  rotary positions, as `Rotary.rotate`, all rows at one position
+    put                     new keys and values into their slots of a cache
+    add, times              x += y, x *= y
+    run                     one call after the other: a row of the list is a function's address and
+                            its ten arguments
+
+They take one thread: their numbers are few. All addresses and sizes are whole numbers of 64 bits;
+widths are multiples of a vector, but for the pairs of `rotate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from llvmlite import ir
+
+from clearhead.fast.compile import ARGUMENTS, FACTS
+from clearhead.fast.words import F32, I32, I64, VOID, Function
+
+CALL = 8 * (1 + ARGUMENTS)  # bytes of a call in a list
+
+
+def _number(f: Function, bits: Any) -> Any:
+    """The fp32 number whose bits an argument is."""
+    return f.b.bitcast(f.b.trunc(bits, I32), F32)
+
+
+def _fact(f: Function, facts: Any, name: str) -> Any:
+    """One of those that attention is told."""
+    return f.load(f.add(facts, 8 * FACTS.index(name)), I64, 8)
+
+
+def _norm(f: Function, centred: bool) -> None:
+    """(x, weight, bias, out, rows, width, eps)"""
+    x, weight, bias, out, rows, width, eps = f.args[:7]
+    lanes, size = f.shape.lanes, f.times(width, 4)
+    count = f.b.sitofp(width, F32)
+
+    def mean_of(start: Any, less: Any = None, squared: bool = False) -> Any:
+        total = f.variable(f.vector)
+        with f.loop(f.const(0), size, 4 * lanes) as at:
+            v = f.floats(f.add(start, at))
+            v = v if less is None else f.b.fsub(v, less)
+            before = f.b.load(total, typ=f.vector)
+            f.b.store(f.fma(v, v, before) if squared else f.b.fadd(v, before), total)
+        return f.b.fdiv(f.total(f.b.load(total, typ=f.vector)), count)
+
+    with f.loop(f.const(0), rows) as row:
+        start, to = (f.add(place, f.times(row, size)) for place in (x, out))
+        mean = f.everywhere(mean_of(start)) if centred else None
+        spread = f.b.fadd(mean_of(start, mean, squared=True), _number(f, eps))
+        root = f.b.call(f.outside("llvm.sqrt.f32", F32, [F32]), [spread])
+        factor = f.everywhere(f.b.fdiv(ir.Constant(F32, 1.0), root))
+        with f.loop(f.const(0), size, 4 * lanes) as at:
+            v = f.floats(f.add(start, at))
+            v = v if mean is None else f.b.fsub(v, mean)
+            v, gain = f.b.fmul(v, factor), f.floats(f.add(weight, at))
+            v = f.fma(v, gain, f.floats(f.add(bias, at))) if centred else f.b.fmul(v, gain)
+            f.store(v, f.add(to, at))
+
+
+def _rotate(f: Function) -> None:
+    """(x, cos, sin, facts, heads, d, width): the tables have a row a position."""
+    x, cos, sin, facts, heads, d, width = f.args[:7]
+    half = f.b.lshr(width, f.const(1))
+    position = f.add(_fact(f, facts, "keys"), -1)
+    row = f.times(f.times(position, width), 4)
+    cos, sin = f.add(cos, row), f.add(sin, row)
+    with f.loop(f.const(0), heads) as head:
+        start = f.add(x, f.times(f.times(head, d), 4))
+        with f.loop(f.const(0), half) as i:
+            near, far = f.times(i, 4), f.times(f.add(i, half), 4)
+            a, b = (f.load(f.add(start, at), F32, 4) for at in (near, far))
+            turned = []
+            for own, other, at in ((a, f.b.fneg(b), near), (b, a, far)):
+                c, s = (f.load(f.add(table, at), F32, 4) for table in (cos, sin))
+                turned.append(f.b.fadd(f.b.fmul(own, c), f.b.fmul(other, s)))
+            for value, at in zip(turned, (near, far), strict=True):
+                f.store(value, f.add(start, at))
+
+
+def _put(f: Function) -> None:
+    """(new, slots, facts, rows): [rows, heads, d] go to where the last key is."""
+    new, slots, facts, rows = f.args[:4]
+    d, keys, k_row, k_head, k_key = (
+        _fact(f, facts, name) for name in ("d", "keys", "k_row", "k_head", "k_key")
+    )
+    own = f.b.sdiv(_fact(f, facts, "heads"), _fact(f, facts, "group"))
+    last = f.add(slots, f.times(f.times(f.add(keys, -1), k_key), 4))
+    lanes = f.shape.lanes
+    with f.loop(f.const(0), rows) as row, f.loop(f.const(0), own) as head:
+        start = f.add(new, f.times(f.times(f.add(f.times(row, own), head), d), 4))
+        to = f.add(last, f.times(f.add(f.times(row, k_row), f.times(head, k_head)), 4))
+        with f.loop(f.const(0), f.times(d, 4), 4 * lanes) as at:
+            f.store(f.floats(f.add(start, at)), f.add(to, at))
+
+
+def _both(f: Function, how: str) -> None:
+    """(x, y, count)"""
+    x, y, count = f.args[:3]
+    with f.loop(f.const(0), f.times(count, 4), 4 * f.shape.lanes) as at:
+        place = f.add(x, at)
+        values = f.floats(place), f.floats(f.add(y, at))
+        f.store(getattr(f.b, how)(*values), place)
+
+
+def _run(f: Function) -> None:
+    """(list, count)"""
+    calls, count = f.args[:2]
+    kind = ir.FunctionType(VOID, [I64] * ARGUMENTS)
+    with f.loop(f.const(0), count) as i:
+        at = f.add(calls, f.times(i, CALL))
+        function = f.b.inttoptr(f.load(at, I64, 8), ir.PointerType(kind))
+        given = [f.load(f.add(at, 8 * (1 + j)), I64, 8) for j in range(ARGUMENTS)]
+        f.b.call(function, given)
+
+
+BODIES: dict[str, Callable[[Function], None]] = {
+    "layer_norm": partial(_norm, centred=True),
+    "rms_norm": partial(_norm, centred=False),
+    "rotate": _rotate,
+    "put": _put,
+    "add": partial(_both, how="fadd"),
+    "times": partial(_both, how="fmul"),
+    "run": _run,
+}

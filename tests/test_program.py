@@ -1,0 +1,273 @@
+"""A decoding step as one list of calls, against the blocks one by one."""
+
+from __future__ import annotations
+
+import copy
+import struct
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import clearhead as ch
+from clearhead.attention.positions import Positions
+from clearhead.fast import compile as compiled
+from clearhead.fast.form import make_fast
+from clearhead.layers.ffn import ACTIVATIONS
+from tiny import noisy
+
+llvm = pytest.importorskip("llvmlite.binding", reason="the extra fast (llvmlite) is not installed")
+
+from clearhead.fast.program import Program  # noqa: E402
+from clearhead.fast.steps import FACTS, NAMES  # noqa: E402
+from clearhead.fast.words import Shape  # noqa: E402
+
+SIZES = {"vocab_size": 40, "d_model": 64, "n_layers": 3, "n_heads": 4, "max_len": 64, "d_ff": 96}
+DECODERS = {
+    "gpt2": ("gpt2", {}),
+    "gpt2 with the exact gelu": ("gpt2", {"activation": "gelu"}),
+    "gpt2 with relu, grouped": ("gpt2", {"activation": "relu", "n_kv_heads": 2}),
+    "llama": ("llama", {"n_kv_heads": 2}),
+    "llama with norms of q and k": ("llama", {"variant": {"qk_norm": True, "qkv_bias": True}}),
+    "gpt_neox": ("gpt_neox", {"position": {"kind": "rope", "fraction": 0.5}}),
+}
+PAIRS = {
+    "post": ("transformer", {}),
+    "pre": ("transformer", {"placement": "pre", "position": "rope"}),
+    "sandwich": ("transformer", {"placement": "sandwich", "position": "learned"}),
+    "bart": ("bart", {}),
+}
+
+
+@pytest.fixture(autouse=True)
+def at_rest():
+    with torch.inference_mode():
+        yield
+
+
+def plain(name, table=DECODERS):
+    family, own = table[name]
+    return noisy(ch.build(family, seed=0, **SIZES | {"dropout": 0.0} | own).net, 0.1)
+
+
+def ids(rows, length, seed=3):
+    return torch.randint(40, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def close(form, found, expected):
+    """Where bytes are rounded anew, a last digit may tip a number over."""
+    if form == "fp32":
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=5e-6)
+        return
+    assert (found - expected).norm() < 0.02 * expected.norm()
+
+
+def taken(stack):
+    """The lists that were written; forgets none while their caches live."""
+    assert isinstance(stack.step, Program)
+    return list(stack.step._lists.values())
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("form", ["fp32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_decoder_writes_the_same_both_ways(name, form, rows):
+    net = make_fast(plain(name), form)
+    twin = copy.deepcopy(net)
+    twin.stack.step = None
+    text, cache, other = ids(rows, 12), net.new_cache(rows, 20), twin.new_cache(rows, 20)
+    close(form, net.decode(text[:, :5], cache=cache), twin.decode(text[:, :5], cache=other))
+    assert taken(net.stack) == []  # a prompt goes through the blocks
+    for i in range(5, 12):
+        step = text[:, i : i + 1]
+        close(form, net.decode(step, cache=cache), twin.decode(step, cache=other))
+    assert len(taken(net.stack)) == 1
+    assert (cache.ends, cache.nbytes) == (other.ends, other.nbytes)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("form", ["fp32", "int8"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_decoder_with_a_source_writes_the_same_both_ways(name, form, beams):
+    net = make_fast(plain(name, PAIRS), form)
+    twin = copy.deepcopy(net)
+    twin.decoder.stack.step = None
+    memory, text = net.encode(ids(2, 7)), ids(2 * beams, 10)
+    cache, other = (each.new_cache(memory, 20, beams) for each in (net, twin))
+    for i in range(10):
+        step = text[:, i : i + 1]
+        close(form, net.decode(step, cache=cache), twin.decode(step, cache=other))
+        if beams == 3:
+            order = torch.tensor([2, 0, 0, 4, 5, 3][: cache.rows])
+            cache.reorder(order)
+            other.reorder(order)
+        if i == 6:
+            cache.keep(torch.tensor([1]))
+            other.keep(torch.tensor([1]))
+            text = text[beams:]
+    assert len(taken(net.decoder.stack)) == 1
+
+
+def test_going_back_and_copies_of_a_cache():
+    net, text = make_fast(plain("llama"), "fp32"), ids(2, 12)
+    whole = net(text)
+    cache = net.new_cache(2, 20)
+    for i in range(9):
+        net.decode(text[:, i : i + 1], cache=cache)
+    cache.trim(6)
+    saved = cache.snapshot()
+    for _ in range(2):
+        for i in range(6, 12):
+            found = net.decode(text[:, i : i + 1], cache=cache)
+            torch.testing.assert_close(found[:, 0], whole[:, i], rtol=1e-5, atol=1e-5)
+        cache.restore(saved)
+
+
+def test_whoever_listens_is_served_by_the_blocks():
+    net, text = make_fast(plain("gpt2"), "fp32"), ids(1, 4)
+    cache, other = net.new_cache(1, 9), net.new_cache(1, 9)
+    for i in range(2):
+        net.decode(text[:, i : i + 1], cache=cache)
+        net.decode(text[:, i : i + 1], cache=other)
+    with ch.capture(net, "blocks.*.leave", "self_attn.pattern") as acts:
+        heard = net.decode(text[:, 2:3], cache=cache)
+    assert acts["stack.blocks.1.self_attn.pattern"].shape == (1, 4, 1, 3)
+    torch.testing.assert_close(heard, net.decode(text[:, 2:3], cache=other), rtol=1e-5, atol=5e-6)
+    with ch.patch(net, {"blocks.0.leave": torch.zeros_like}):
+        changed = net.decode(text[:, 3:], cache=other)
+    assert not torch.allclose(changed, net.decode(text[:, 3:], cache=cache), atol=1e-3)
+    seen = []
+    hook = net.stack.blocks[2].ffn.register_forward_hook(lambda *_: seen.append(1))
+    net.decode(ids(1, 1), cache=cache)
+    hook.remove()
+    net.decode(ids(1, 1), cache=cache)
+    assert seen == [1]
+
+
+def test_rows_at_different_places_go_through_the_blocks():
+    net = make_fast(plain("gpt2"), "fp32")
+    cache = net.new_cache(2, 20)
+    net.decode(ids(2, 4), at=Positions.ragged([4, 2]), cache=cache)
+    net.decode(ids(2, 1), cache=cache)
+    assert taken(net.stack) == []
+
+
+def test_sources_of_different_lengths_go_through_the_blocks():
+    net = make_fast(plain("pre", PAIRS), "fp32")
+    memory = net.encode(ids(2, 5), Positions.ragged([5, 3]))
+    cache = net.new_cache(memory, 20)
+    for i in range(3):
+        net.decode(ids(2, 1, seed=i), cache=cache)
+    assert taken(net.decoder.stack) == []
+
+
+@pytest.mark.parametrize("part", ["ffn.out_proj", "self_residual.norm"])
+@pytest.mark.parametrize("how", ["in place", "exchanged"])
+def test_weights_that_change_are_followed(part, how):
+    net, text = plain("gpt2"), ids(1, 6)
+    fast = make_fast(net, "fp32")
+    cache, other = fast.new_cache(1, 9), net.new_cache(1, 9)
+    for i in range(6):
+        if i == 3:
+            weight = net.stack.blocks[1].get_submodule(part).weight
+            if how == "in place":
+                weight.mul_(3.0)
+            else:
+                for each in (net, fast):
+                    own = each.stack.blocks[1].get_submodule(part)
+                    own.weight.data = own.weight.data * 3.0
+                    own.refresh() if hasattr(own, "refresh") else None
+        found = fast.decode(text[:, i : i + 1], cache=cache)
+        expected = net.decode(text[:, i : i + 1], cache=other)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert len(taken(fast.stack)) == 1
+
+
+def test_a_copy_has_lists_of_its_own():
+    net, text = make_fast(plain("llama"), "int8"), ids(1, 5)
+    cache = net.new_cache(1, 9)
+    net.decode(text[:, :1], cache=cache)
+    other = copy.deepcopy(net)
+    assert other.stack.step.stack is other.stack
+    again = other.new_cache(1, 9)
+    assert taken(other.stack) == []
+    assert other.decode(text[:, :1], cache=again).equal(
+        net.decode(text[:, :1], cache=net.new_cache(1, 9))
+    )
+
+
+def test_a_list_goes_with_its_cache():
+    net = make_fast(plain("gpt2"), "fp32")
+    cache = net.new_cache(1, 9)
+    net.decode(ids(1, 1), cache=cache)
+    assert len(taken(net.stack)) == 1
+    del cache
+    assert taken(net.stack) == []
+
+
+def test_what_it_does_not_know_it_leaves_to_the_blocks():
+    window = ch.build("llama", **SIZES, variant={"window": 4}).net
+    odd = ch.build("llama", **SIZES | {"d_ff": 90}).net
+    biased = ch.build("gpt2", **SIZES, position="alibi").net
+    assert make_fast(odd, "fp32").stack.step is None
+    assert make_fast(biased, "fp32").stack.step is None
+    net = make_fast(window, "fp32")
+    cache = net.new_cache(1, 20)
+    net.decode(ids(1, 1), cache=cache)
+    assert taken(net.stack) == []
+
+
+# --- the small operations ---
+
+
+def bits(number):
+    return struct.unpack("<i", struct.pack("<f", number))[0]
+
+
+@pytest.mark.parametrize("lanes", [None, 4, 8])
+def test_small_operations(lanes):
+    steps = compiled.steps()
+    if lanes is not None:  # as for other processors
+        machine = llvm.Target.from_default_triple().create_target_machine(
+            features=llvm.get_host_cpu_features().flatten(), opt=2
+        )
+        steps = compiled.steps_of(
+            compiled.compiled_code("steps", Shape(lanes, 3, 2), machine), NAMES
+        )
+
+    def call(name, *given):
+        given = [g.data_ptr() if isinstance(g, torch.Tensor) else g for g in given]
+        steps[name](*given, *[0] * (10 - len(given)))
+
+    x, y = torch.randn(2, 3, 48), torch.randn(3, 48)
+    weight, bias, out = torch.randn(48), torch.randn(48), torch.empty(3, 48)
+    call("layer_norm", x, weight, bias, out, 3, 48, bits(1e-5))
+    torch.testing.assert_close(out, F.layer_norm(x[0], (48,), weight, bias, 1e-5))
+    call("rms_norm", x, weight, 0, out, 3, 48, bits(1e-6))
+    torch.testing.assert_close(out, F.rms_norm(x[0], (48,), weight, 1e-6))
+    sums = x[0].clone()
+    call("add", sums, y, 144)
+    assert sums.equal(x[0] + y)
+    call("times", sums, y, 144)
+    assert sums.equal((x[0] + y) * y)
+    for name in ("gelu", "relu"):
+        many = torch.linspace(-9, 9, 901)
+        found = torch.empty_like(many)
+        call(name, many, 0, 0, 0, found, 0, 901, 0, 1)
+        torch.testing.assert_close(found, ACTIVATIONS[name](many), rtol=1e-5, atol=1e-6)
+
+    facts = dict.fromkeys(FACTS, 0) | {"heads": 6, "group": 2, "d": 16, "keys": 4}
+    slots = torch.zeros(2, 3, 7, 16)
+    facts |= dict(zip(("k_row", "k_head", "k_key"), slots.stride(), strict=False))
+    told = torch.tensor([facts[name] for name in FACTS])
+    new = torch.randn(2, 3, 16)
+    call("put", new, slots, told, 2)
+    assert slots[:, :, 3].equal(new)
+    assert slots.count_nonzero() == new.numel()
+
+    rotary = ch.build("llama", **SIZES | {"d_ff": 96}).net.stack.kinds[0].rotary
+    cos, sin = rotary.angles(torch.arange(9).unsqueeze(0), torch.float32)
+    turned = new.clone()
+    call("rotate", turned, cos, sin, told, 6, 16, 16)
+    expected = rotary.rotate(new.view(2, 3, 1, 16), rotary.angles(torch.tensor([[3]]), x.dtype))
+    torch.testing.assert_close(turned, expected.view(2, 3, 16))
