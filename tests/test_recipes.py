@@ -362,3 +362,9 @@ def test_a_run_knows_in_what_it_differs_from_its_recipe():
     assert keys[:2] == ["model.family", "model.n_heads"]
     assert all(key.startswith("model.") for key in keys)
     assert changed_settings(dataclasses.replace(changed, name="mine")) == []
+    few = read_recipe("fra-eng", {"eval.beams": 1, "train.machine.threads": 1})
+    assert changed_settings(few) == ["eval.beams"]
+    own = read_recipe("shakespeare", {"eval.expect": 7.0, "model.n_layers": 1})
+    assert changed_settings(own) == []  # somebody's own, of the same name
+    with pytest.raises(ClearheadError, match="family"):
+        read_recipe("shakespeare", {"model.family": ["a"]})

@@ -143,6 +143,8 @@ def test_what_is_refused(tmp_path):
     net = tiny("rnn")
     with pytest.raises(ClearheadError, match="has no mask"):
         net(tokens(1, 4), Positions.packed([2, 2]))
+    with pytest.raises(ClearheadError, match="looks at a source"):
+        tiny("rnn_seq2seq").decoder.states(tokens(1, 3))
     with pytest.raises(ClearheadError, match="made for 2 rows"):
         net.decode(tokens(3, 1), cache=net.new_cache(2, 5))
     with pytest.raises(ClearheadError, match="no form in ONNX"):

@@ -216,7 +216,6 @@ class Talk:
 def _choices(trainer: Trainer) -> Iterator[tuple[str, str]]:
     import torch
 
-    from clearhead.measure.hardware import busy_cores
     from clearhead.training.machine import describe_choice
 
     job, recipe, train = trainer.job, trainer.recipe, trainer.recipe.train
@@ -246,13 +245,25 @@ def _choices(trainer: Trainer) -> Iterator[tuple[str, str]]:
         "machine",
         f"{trainer.device.type}{threads}, {chosen}{many} (--set train.machine...)",
     )
-    busy = busy_cores() if trainer.device.type == "cpu" and count > 1 else 0.0
-    if busy > 0.5:
+    if trainer.device.type == "cpu" and count > 1:
+        yield from _busy(count)
+
+
+def _busy(threads: int) -> Iterator[tuple[str, str]]:
+    """A warning where others keep cores busy that this run's threads would need."""
+    from clearhead.measure.hardware import busy_cores, read_processor
+
+    processor = read_processor()
+    if processor.allowed < processor.logical or processor.quota is not None:
+        return  # what is busy there may be other cores than ours
+    busy, cores = busy_cores(), processor.logical
+    if busy > cores - threads + 0.5:
+        left = max(1, int(cores - busy))
         yield (
             "note",
-            f"other programs keep {busy:.1f} of {os.cpu_count()} cores busy: threads that wait for "
-            "each other are many times slower then. Stop them, or take one thread: "
-            "--set train.machine.threads=1",
+            f"other programs keep {busy:.1f} of {cores} cores busy: threads that wait for each "
+            f"other are many times slower then. Stop them, or take fewer: "
+            f"--set train.machine.threads={left}",
         )
 
 

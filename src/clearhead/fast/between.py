@@ -112,8 +112,7 @@ class Joint:
         self.linears = linears
         self.widths = tuple(linear.out_features for linear in linears)
         self.first = linears[0]
-        self._known: Any = None
-        self._table: Any = None
+        self._made: tuple[Any, array[int]] | None = None  # where the tensors are, and the table
 
     def __call__(self, x: Float[Tensor, "*b k"]) -> list[Tensor]:
         """The output of each."""
@@ -136,20 +135,20 @@ class Joint:
         if first.form == "int8":
             scratch = x.new_empty(scratch_bytes(rows, k), dtype=torch.uint8)
         place = 0 if scratch is None else scratch.data_ptr()
-        ends = x.data_ptr(), self.table(), len(self.linears), 0, out.data_ptr()
+        table = self.table()
+        ends = x.data_ptr(), table.buffer_info()[0], len(self.linears), 0, out.data_ptr()
         compiled.product(first.form).several(*ends, rows, 0, k, threads, place)
         shape = x.shape[:-1]
         parts = out.split([rows * width for width in self.widths])
         return [part.view(*shape, n) for part, n in zip(parts, self.widths, strict=True)]
 
-    def table(self) -> int:
-        """Where the product finds the tensors of each layer."""
-        now = [linear.addresses for linear in self.linears]
-        if now != self._known:
+    def table(self) -> array[int]:
+        """Where the product finds the tensors of each layer; to be kept while it is used."""
+        made, now = self._made, [linear.addresses for linear in self.linears]
+        if made is None or made[0] != now:
             rows = [(*at, n) for at, n in zip(now, self.widths, strict=True)]
-            self._table = array("q", [number for row in rows for number in row])
-            self._known = now
-        return self._table.buffer_info()[0]
+            made = self._made = now, array("q", [number for row in rows for number in row])
+        return made[1]
 
 
 def _learning(*tensors: Tensor) -> bool:

@@ -47,6 +47,7 @@ class Calls:
         self.moving: list[tuple[int, int]] = []  # a place in the list, and whose address is there
         self.attending: list[int] = []  # where the threads of attention to the past stand
         self.known: list[int] = []  # where keys and values were
+        self.turns: dict[int, tuple[Tensor, Tensor]] = {}  # the angles of each kind of layer
         self._make_places(stack, cache)
         for i, block in enumerate(stack.blocks):
             self._block(block, i, stack.kinds[i % len(stack.kinds)].rotary, cache.states[i])
@@ -57,18 +58,22 @@ class Calls:
         """Room for the stream, for what stands beside it, and the facts that attention is told."""
         first = stack.blocks[0]
         self.width = first.self_attn.q_proj.in_features
-        heads = max(block.self_attn.out_proj.in_features for block in stack.blocks)
+        crosses = [block.cross_attn for block in stack.blocks if block.cross_attn is not None]
+        attns = [*(block.self_attn for block in stack.blocks), *crosses]
+        heads = max(attn.out_proj.in_features for attn in attns)
         wide = [sum(block.self_attn.joint.widths) for block in stack.blocks]
         wide += [2 * block.ffn.in_proj.out_features for block in stack.blocks]
+        wide += [cross.q_proj.out_features for cross in crosses]
         self.stream, self.near, self.beside, self.far, self.wide = (
-            torch.empty(self.rows * n)
+            torch.empty(self.rows * n, dtype=torch.float32, device="cpu")
             for n in (self.width, self.width, self.width, heads, max(wide))
         )
         room = scratch_bytes(self.rows, max(self.width, heads, *wide))
-        self.scratch = torch.empty(room, dtype=torch.uint8)
+        self.scratch = torch.empty(room, dtype=torch.uint8, device="cpu")
         self.layers = len(stack.blocks)
         self.facts = [
-            _facts(stack.blocks[i].self_attn, cache.states[i], 1) for i in range(len(stack.kinds))
+            _facts(block.self_attn, state, 1)
+            for block, state, _ in zip(stack.blocks, cache.states, stack.kinds, strict=False)
         ]
         self.sources: Any = None
         if cache.cross and cache.memory is not None:
@@ -77,7 +82,8 @@ class Calls:
 
     def run(self, x: Tensor, keys: int, cache: Cache) -> Tensor:
         """The stream behind all blocks, with so many keys to be seen."""
-        self.stream.copy_(x.reshape(-1))
+        x = x.contiguous()
+        ctypes.memmove(self.stream.data_ptr(), x.data_ptr(), x.nbytes)
         for facts in self.facts:
             facts[SEEN] = keys
         states: list[Any] = [*cache.states, *cache.cross]
@@ -92,7 +98,9 @@ class Calls:
                 self.list[place] = threads
         start, size = self.list.buffer_info()
         self.steps["run"](start, size // (1 + ARGUMENTS), *[0] * 8)
-        return self.stream.clone().view(x.shape)
+        out = torch.empty_like(x)
+        ctypes.memmove(out.data_ptr(), self.stream.data_ptr(), out.nbytes)
+        return out
 
     # -- blocks
 
@@ -195,17 +203,19 @@ class Calls:
 
     def _product(self, linear: FastLinear, x: Tensor, out: Tensor) -> None:
         n, k = linear.out_features, linear.in_features
-        self.kept.append(linear.tensors)
+        product = compiled.product(linear.form)
+        self.kept += [product, linear.tensors]
         ends = out.data_ptr(), self.rows, n, k, self._threads(n * k), self.scratch.data_ptr()
-        self._call(compiled.product(linear.form).run, x.data_ptr(), *linear.addresses, *ends)
+        self._call(product.run, x.data_ptr(), *linear.addresses, *ends)
 
     def _several(self, joint: Any, x: Tensor, out: Tensor) -> None:
         k, table = joint.first.in_features, joint.table()
-        self.kept += [joint._table, *(linear.tensors for linear in joint.linears)]
+        product = compiled.product(joint.first.form)
+        self.kept += [product, table, *(linear.tensors for linear in joint.linears)]
         threads = self._threads(sum(joint.widths) * k)
         ends = out.data_ptr(), self.rows, 0, k, threads, self.scratch.data_ptr()
-        run = compiled.product(joint.first.form).several
-        self._call(run, x.data_ptr(), table, len(joint.linears), 0, *ends)
+        place = table.buffer_info()[0]
+        self._call(product.several, x.data_ptr(), place, len(joint.linears), 0, *ends)
 
     def _norm(self, norm: Any, x: Tensor, out: Tensor) -> None:
         self._norm_at(norm, x.data_ptr(), out.data_ptr(), self.rows)
@@ -223,9 +233,11 @@ class Calls:
 
     def _tables(self, rotary: Rotary, size: int) -> tuple[int, int]:
         """Cosines and sines of all positions of the cache."""
-        found = rotary.angles(torch.arange(size).unsqueeze(0), torch.float32)
-        self.kept.append(found)
-        return found[0].data_ptr(), found[1].data_ptr()
+        if id(rotary) not in self.turns:
+            every = torch.arange(size, device="cpu").unsqueeze(0)
+            self.turns[id(rotary)] = rotary.angles(every, torch.float32)
+        cos, sin = self.turns[id(rotary)]
+        return cos.data_ptr(), sin.data_ptr()
 
     def _threads(self, numbers: int) -> int:
         return 1 if self.rows * numbers < SMALL else self.threads

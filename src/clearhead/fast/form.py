@@ -112,6 +112,11 @@ def worth_it(net: Net) -> bool:
     return count >= (WRITING if writes else WORTH)
 
 
+def _steps_at_once(net: Net) -> bool:
+    """Whether a decoding step of this network is one call."""
+    return any(isinstance(part, Stack) and part.step is not None for part in net.modules())
+
+
 class Quick:
     """Gives the fp32 form of a network where that is quicker, else the network itself. It is made
     once, and again when the network's tensors are others.
@@ -127,8 +132,12 @@ class Quick:
             return net
         now = _mark(net)
         if self._made is None or self._made[0] is not net or self._made[1] != now:
-            self._made = net, now, make_fast(net, "fp32")
-            compiled.tell("it runs in the fp32 form, with products compiled for this processor")
+            fast = make_fast(net, "fp32")
+            small = count_weights(net) < WORTH
+            fast = net if small and not _steps_at_once(fast) else fast
+            self._made = net, now, fast
+            if fast is not net:
+                compiled.tell("it runs in the fp32 form, with products compiled for this processor")
         return self._made[2]
 
 

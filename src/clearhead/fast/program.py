@@ -8,7 +8,8 @@ were.
 
 Whatever is not so (many rows or tokens, a window, sources of different lengths, somebody who
 listens at a tap or by a hook, a part that is not known here) goes the ordinary way, block by block:
-that is the slow twin.
+that is the slow twin. Modules that are exchanged inside a network that has a program are not
+noticed by lists that were written before: make its run-time form anew.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module
 
 from clearhead.attention.attention import Attention
 from clearhead.attention.cache import KV, Cache, CrossKV
+from clearhead.attention.mask import All, Causal
 from clearhead.attention.positions import Positions
 from clearhead.attention.rotary import Rotary
 from clearhead.fast import compile as compiled
@@ -40,7 +43,7 @@ class Program:
 
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
-        self._watched: tuple[list[Any], list[Any], list[Any]] | None = None
+        self._watched: tuple[list[Any], list[Any], list[Any]] | None = None  # taps, hooks, norms
         self._lists: WeakKeyDictionary[Cache, Calls] = WeakKeyDictionary()
 
     def __call__(
@@ -53,22 +56,24 @@ class Program:
             or rows != cache.rows
             or not at.dense
             or now >= KEYS
+            or x.shape[2] != self.stack.blocks[0].self_attn.q_proj.in_features
             or type(cache) is not Cache
             or any(s.reach is not None or not s.even or s.top != now for s in cache.kinds)
             or any(now >= s.size for s in cache.kinds)
             or not x.is_cpu
             or x.dtype != torch.float32
             or (torch.is_grad_enabled() and x.requires_grad)
-            or (memory is not None and not _even_sources(memory, cache))
+            or not _even_sources(memory, cache, self.stack)
             or self._heard()
         ):
             return None
         marks = self._marks(cache)
         known = self._lists.get(cache)
         if known is None or known.marks != marks:
-            if not all(_plain(state) for state in (*cache.states, *cache.cross)):
+            self._watched = None  # modules may be others
+            if self._heard() or not self._can_write(cache):
                 return None
-            known = self._lists[cache] = Calls(self.stack, cache, marks)
+            known = self._lists[cache] = Calls(self.stack, cache, self._marks(cache))
         cache.begin(at)
         return known.run(x, now + 1, cache)
 
@@ -80,15 +85,30 @@ class Program:
             norms = [m for m in modules if isinstance(m, (nn.LayerNorm, nn.RMSNorm))]
             self._watched = list(taps(self.stack).values()), hooks, norms
         listened, hooks, _ = self._watched
-        return any(tap.listeners for tap in listened) or any(hooks)
+        everywhere = module._global_forward_hooks or module._global_forward_pre_hooks
+        return any(tap.listeners for tap in listened) or any(hooks) or bool(everywhere)
+
+    def _can_write(self, cache: Cache) -> bool:
+        """Whether all of it is as compiled code takes it for, now."""
+        linears = [part for part in self.stack.modules() if isinstance(part, FastLinear)]
+        return (
+            _known_stack(self.stack)
+            and all(linear.here for linear in linears)
+            and all(_plain(state) for state in (*cache.states, *cache.cross))
+            and all(_here(weight) for weight in self._norm_weights())
+        )
 
     def _marks(self, cache: Cache) -> tuple[Any, ...]:
         """What a list is written for."""
-        assert self._watched is not None
-        norms = [norm.weight.data_ptr() for norm in self._watched[2]]
-        states: list[Any] = [cache.states[0], *cache.cross[:1]]
-        lie = [(state.k.shape, state.k.stride()) for state in states]
+        norms = [weight.data_ptr() for weight in self._norm_weights()]
+        states: list[Any] = [*cache.states, *cache.cross]
+        lie = [(s.k.shape, s.k.stride(), s.v.stride()) for s in states]
         return compiled.threads(), FastLinear.moves, cache.rows, lie, norms
+
+    def _norm_weights(self) -> list[Tensor]:
+        assert self._watched is not None
+        both = [p for norm in self._watched[2] for p in norm._parameters.values()]
+        return [p for p in both if p is not None]
 
     def __getstate__(self) -> dict[str, Any]:
         return {"stack": self.stack}  # a copy writes lists of its own
@@ -99,15 +119,17 @@ class Program:
 
 def program(stack: Stack) -> Program | None:
     """The program of a stack whose blocks it can write down."""
-    known = all(_known_kind(kind) for kind in stack.kinds)
-    known = known and all(_known_block(block) for block in stack.blocks)
-    return Program(stack) if known and (stack.norm is None or _known_norm(stack.norm)) else None
+    return Program(stack) if _known_stack(stack) else None
 
 
-def _even_sources(memory: Memory, cache: Cache) -> bool:
-    """Whether all of every source is seen, and its keys are known."""
+def _even_sources(memory: Memory | None, cache: Cache, stack: Stack) -> bool:
+    """Whether all of every source is seen, and its keys are known; or there is none to be seen."""
+    looks = stack.blocks[0].cross_attn is not None
+    if memory is None or not looks:
+        return memory is None and not looks
     ready = bool(cache.cross) and all(state.k is not None for state in cache.cross)
-    return ready and not memory.at.holes and cache.rows // memory.rows <= QUERIES
+    few = cache.rows // memory.rows <= QUERIES and memory.at.length <= KEYS
+    return ready and few and not memory.at.holes
 
 
 def _plain(state: Any) -> bool:
@@ -119,25 +141,43 @@ def _plain(state: Any) -> bool:
     return alike and all(t.dtype == torch.float32 and t.is_cpu for t in (k, v))
 
 
+def _here(weight: Tensor) -> bool:
+    return weight.is_cpu and weight.dtype == torch.float32 and weight.is_contiguous()
+
+
 # --- what can be written down ---
 
 
+def _known_stack(stack: Stack) -> bool:
+    return (
+        all(_known_kind(kind) for kind in stack.kinds)
+        and all(_known_block(block) for block in stack.blocks)
+        and len({block.cross_attn is None for block in stack.blocks}) == 1
+        and (stack.norm is None or _known_norm(stack.norm))
+    )
+
+
 def _known_kind(kind: Kind) -> bool:
-    return kind.bias is None and not kind.distances and type(kind.rotary) in (Rotary, type(None))
+    """One that sees all of the past, and knows no positions but rotary ones."""
+    past = type(kind.mask) in (Causal, All)
+    turned = type(kind.rotary) in (Rotary, type(None))
+    return past and turned and kind.bias is None and not kind.distances
 
 
 def _known_block(block: Any) -> bool:
+    if type(block) not in (Block, ParallelBlock):
+        return False
     cross, residuals = block.cross_attn, [block.self_residual, block.ffn_residual]
     if cross is not None:
         residuals.append(block.cross_residual)
-    parallel = type(block) is ParallelBlock and cross is None
+    parallel = type(block) is ParallelBlock
     placements = (PreNorm,) if parallel else (PreNorm, PostNorm, SandwichNorm)
     return (
-        (parallel or type(block) is Block)
+        not (parallel and cross is not None)
         and all(type(residual) in placements for residual in residuals)
         and all(_known_norm(norm) for residual in residuals for norm in _norms(residual))
         and _known_attention(block.self_attn)
-        and isinstance(block.self_attn.joint, Joint)
+        and isinstance(getattr(block.self_attn, "joint", None), Joint)
         and (cross is None or (_known_attention(cross) and _packed(cross.q_proj)))
         and _known_ffn(block.ffn)
     )
@@ -145,7 +185,8 @@ def _known_block(block: Any) -> bool:
 
 def _known_attention(attn: Attention) -> bool:
     return (
-        type(attn.kernel) is FastSoftmax
+        type(attn) is Attention
+        and type(attn.kernel) is FastSoftmax
         and attn.relative is None
         and attn.head_dim % LANES == 0
         and _packed(attn.out_proj)

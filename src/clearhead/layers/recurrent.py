@@ -103,7 +103,13 @@ class RecurrentBlock(nn.Module):
     ) -> Float[Tensor, "b t m"]:
         """What it says of every token; the state goes on."""
         x, state.now = self._carry(self.enter(x), ragged, state.now)
-        if self.cross_attn is not None and self.mix is not None and memory is not None:
+        if self.cross_attn is not None and self.mix is not None:
+            require(
+                memory is not None,
+                "This decoder looks at a source: give it what encode returned, "
+                "decode(target, memory).",
+            )
+            assert memory is not None
             rows = (memory.rows, -1, x.shape[2])  # a source's beams ask together
             view = View.across(memory.at)
             context = self.cross_attn(x.reshape(rows), memory.x, view, kept=kept).reshape(x.shape)

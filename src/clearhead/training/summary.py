@@ -22,7 +22,8 @@ from clearhead.training.recipe import Recipe
 from clearhead.training.run import read_recipe
 
 # Settings that say where and how often something is done, not what comes out.
-ASIDE = ("train.machine", "train.eval_every", "train.checkpoint_every", "train.keep", "eval")
+MACHINE = tuple(f"train.machine.{key}" for key in ("device", "threads", "compile", "recompute"))
+ASIDE = (*MACHINE, "train.eval_every", "train.checkpoint_every", "train.keep", "eval.prompt")
 State = Literal["running", "finished", "stopped", "begun", "broken"]
 
 
@@ -162,6 +163,8 @@ def changed_settings(recipe: Recipe) -> list[str]:
     if recipe.name not in recipe_names():
         return []
     own, shipped = (dict(flat(r.to_dict())) for r in (recipe, read_recipe(recipe.name)))
+    if own.get("eval.expect") != shipped.get("eval.expect"):
+        return []  # somebody's own, which has that name by chance
     aside = ASIDE if shipped["train.steps"] else (*ASIDE, "train.steps")  # which minutes became
     keys = [key for key in {**shipped, **own} if not key.startswith(aside)]
     return [key for key in keys if own.get(key) != shipped.get(key)]

@@ -63,7 +63,7 @@ def settle(data: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 def _in_common(model: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Of a recipe's model what another family has a setting for as well: a width, say."""
-    if name == model.get("family") or name not in FAMILIES:
+    if not isinstance(name, str) or name == model.get("family") or name not in FAMILIES:
         return dict(model)
     known = {field.name for field in fields(family(name).Config)}
     return {key: value for key, value in model.items() if key in known}

@@ -158,7 +158,7 @@ def describe(config: FamilyConfig) -> tuple[str, dict[str, Any], dict[str, Tenso
     require(
         isinstance(config, llama.Config),
         f'GGUF has no architecture for the family "{config.kind}" that this library writes. '
-        'Families it writes: llama, gpt2. Export it with to="hf" instead.',
+        'Families it writes: llama, gpt2. Export it with to="hf", or save() it.',
     )
     assert isinstance(config, llama.Config)
     return _llama_facts(config)

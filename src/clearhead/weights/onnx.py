@@ -134,8 +134,8 @@ def _graphs(net: Net) -> list[Graph]:
     """The files of a network."""
     require(
         not any(isinstance(part, RecurrentStack) for part in net.modules()),
-        "A recurrent network has no form in ONNX here: Transformers have. Save it, or export it to "
-        "another format.",
+        "A recurrent network has no form in ONNX here: Transformers have. Save it with "
+        "model.save(folder).",
     )
     if isinstance(net, TwoTowers):
         text, out = partial(_text, net.embed_text, net.text), ("vector",)
