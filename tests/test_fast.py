@@ -356,6 +356,7 @@ def test_large_models_take_the_fp32_form_by_themselves(monkeypatch):
     net, quick = model.net, Quick()
     assert quick(net) is net  # too small to be worth it
     monkeypatch.setattr(forms, "WRITING", 1)
+    monkeypatch.setattr(forms, "WORTH", 1)
     fast = quick(net)
     assert form_of(fast) == "fp32"
     assert quick(net) is fast
@@ -366,6 +367,21 @@ def test_large_models_take_the_fp32_form_by_themselves(monkeypatch):
     assert quick(net) is net
     hook.remove()
     assert quick(net) is not net
+
+
+def test_small_ones_that_write_take_it_where_a_step_is_one_call(monkeypatch):
+    monkeypatch.setattr(forms, "WRITING", 1)
+    sizes = SIZES | {"d_model": 64, "d_ff": 96}
+    net = ch.build("gpt2", seed=0, **sizes).net
+    assert form_of(Quick()(net)) == "fp32"
+    for other in (
+        ch.build("gpt2", seed=0, **sizes, position="alibi").net,
+        ch.build("rnn", seed=0, vocab_size=37, d_model=64).net,
+        ch.build("bert", seed=0, **sizes).net,
+    ):
+        quick = Quick()
+        assert quick(other) is other
+        assert quick(other) is other
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "transformer"])

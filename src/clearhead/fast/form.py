@@ -52,6 +52,8 @@ def make_fast(net: Net, form: Form, text: Tensor | None = None) -> Net:
         return compile_blocks(_sharing_copy(net)).eval()
     if devices - {"cpu"}:
         return net
+    if form == "fp32":
+        _lay_in_rows(net)
     new = _sharing_copy(net)
     tables = _tied_tables(new) if form != "fp32" else {}
     layers = dict(_linears(new))
@@ -67,6 +69,15 @@ def make_fast(net: Net, form: Form, text: Tensor | None = None) -> Net:
     _quicken(new)
     refresh(new)
     return new.eval()
+
+
+def _lay_in_rows(net: Net) -> None:
+    """Weights that came the other way round (GPT-2's of Hugging Face) as the products read them;
+    the network keeps them so, and both forms share them.
+    """
+    for module in net.modules():
+        if type(module) is nn.Linear and not module.weight.is_contiguous():
+            module.weight.data = module.weight.data.contiguous()
 
 
 def _packed(layers: dict[str, nn.Linear], form: Form) -> Iterator[_Layer]:
@@ -135,7 +146,7 @@ class Quick:
             fast = make_fast(net, "fp32")
             small = count_weights(net) < WORTH
             fast = net if small and not _steps_at_once(fast) else fast
-            self._made = net, now, fast
+            self._made = net, _mark(net), fast  # weights may have been laid in rows
             if fast is not net:
                 compiled.tell("it runs in the fp32 form, with products compiled for this processor")
         return self._made[2]
