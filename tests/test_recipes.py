@@ -366,5 +366,5 @@ def test_a_run_knows_in_what_it_differs_from_its_recipe():
     assert changed_settings(few) == ["eval.beams"]
     own = read_recipe("shakespeare", {"eval.expect": 7.0, "model.n_layers": 1})
     assert changed_settings(own) == []  # somebody's own, of the same name
-    with pytest.raises(ClearheadError, match="family"):
+    with pytest.raises(ClearheadError, match="There is no model"):
         read_recipe("shakespeare", {"model.family": ["a"]})

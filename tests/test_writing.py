@@ -477,7 +477,8 @@ def test_prefixes_change_no_token(name, temperature):
     rows = [Row(i, p, sampling, 10) for i, p in enumerate([prompts[3], [2, 2], prompts[0]])]
     found = texts(decode_steps(net, rows, 64, prefixes=store), rows)
     assert found[::2] == [plain[3], plain[0]]
-    assert (store.spared > 0) == (name != "llama-window")
+    keys = name != "llama-window" and not name.startswith("rnn")  # kept for all positions
+    assert (store.spared > 0) == keys
 
 
 def test_what_was_read_is_not_read_again(tokenizer):

@@ -130,8 +130,9 @@ class Decoder(Net):
         ties: Ties = (),
     ) -> None:
         super().__init__(ties)
-        self.embed, self.head = embed, head
-        self.stack: Any = stack
+        self.embed = embed
+        self.stack: Any = stack  # before the head: weights are drawn in the order of the modules
+        self.head = head
         self.tie()
 
     def states(

@@ -61,7 +61,7 @@ def settle(data: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     return merged
 
 
-def _in_common(model: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _in_common(model: Mapping[str, Any], name: Any) -> dict[str, Any]:
     """Of a recipe's model what another family has a setting for as well: a width, say."""
     if not isinstance(name, str) or name == model.get("family") or name not in FAMILIES:
         return dict(model)
