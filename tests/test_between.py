@@ -33,6 +33,8 @@ from clearhead.fast.linear import FastLinear
 from clearhead.layers.ffn import ACTIVATIONS
 
 llvm = pytest.importorskip("llvmlite.binding", reason="the extra fast (llvmlite) is not installed")
+llvm.initialize_native_target()
+llvm.initialize_native_asmprinter()
 
 from clearhead.fast.steps import FACTS, NAMES  # noqa: E402
 from clearhead.fast.words import Shape  # noqa: E402
@@ -151,7 +153,9 @@ def test_other_activations_stay():
 def test_threads_share_the_steps_and_not_the_result():
     q, k, v = heads(5, 3, 2, 32), heads(5, 3, 11, 32), heads(5, 3, 11, 32)
     one = 0x3F800000  # the bits of 1.0
-    facts = (ctypes.c_int64 * len(FACTS))(3, 1, 32, 11, 2, *q.stride()[:3], *k.stride()[:3], one)
+    seen = (ctypes.c_int64 * 1)(11)
+    told = (3, 1, 32, ctypes.addressof(seen), 0, 11, 2)
+    facts = (ctypes.c_int64 * len(FACTS))(*told, *q.stride()[:3], *k.stride()[:3], one)
     x, found = torch.randn(5000), []
     for threads in (1, 2, 3):
         out, y = torch.full((5, 2, 3, 32), torch.nan), torch.full((5000,), torch.nan)
@@ -174,11 +178,15 @@ def test_steps_for_other_processors_are_right_too(lanes):
     steps = compiled.steps_of(code, NAMES)
     q, k, v = heads(2, 3, 1, 48), heads(2, 3, 10, 48), heads(2, 3, 10, 48)
     out, one = torch.empty(2, 1, 3, 48), 0x3F800000  # the bits of 1.0
-    facts = (ctypes.c_int64 * len(FACTS))(3, 1, 48, 10, 1, *q.stride()[:3], *k.stride()[:3], one)
+    seen = (ctypes.c_int64 * 2)(10, 7)  # the second row sees fewer
+    told = (3, 1, 48, ctypes.addressof(seen), 8, 10, 1)
+    facts = (ctypes.c_int64 * len(FACTS))(*told, *q.stride()[:3], *k.stride()[:3], one)
     ends = [t.data_ptr() for t in (q, k, v, out)]
     steps["attend"](*ends, ctypes.addressof(facts), 0, 6, 0, 1, 0)
-    expected = Kernel(1.0)(q, k, v, everybody(1, 10)).transpose(1, 2)
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    for row, keys in enumerate(seen):
+        own = (part[row : row + 1, :, :keys] for part in (k, v))
+        expected = Kernel(1.0)(q[row : row + 1], *own, everybody(1, keys)).transpose(1, 2)
+        torch.testing.assert_close(out[row : row + 1], expected, rtol=1e-5, atol=1e-5)
     x, y = torch.randn(37), torch.empty(37)
     steps["gelu_tanh"](x.data_ptr(), 0, 0, 0, y.data_ptr(), 0, 37, 0, 1, 0)
     torch.testing.assert_close(y, ACTIVATIONS["gelu_tanh"](x), rtol=1e-5, atol=1e-6)

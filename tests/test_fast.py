@@ -21,24 +21,27 @@ from clearhead.fast.form import Quick, count_weights, form_of, make_fast, worth_
 from clearhead.fast.formats import (
     FORMS,
     GROUP,
+    MANY,
     as_read,
     pack,
     scratch_bytes,
     stored_as,
     unpack,
 )
-from clearhead.fast.linear import MANY, FastEmbedding, FastLinear
+from clearhead.fast.linear import FastEmbedding, FastLinear
 from clearhead.fast.rounding import draw_text, round_to_int4
 from clearhead.fast.words import Shape
 from clearhead.models.base import EncoderDecoder
 from tiny import DECODERS, MODELS, SEQ2SEQ, close, noisy, sizes_of, tokens
 
 llvm = pytest.importorskip("llvmlite.binding", reason="pip install 'clearhead[fast]'")
+llvm.initialize_native_target()
+llvm.initialize_native_asmprinter()
 PACKED = FORMS[1:]
 SIZES = {"vocab_size": 37, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_len": 64}
 OTHERS = [
     Shape(lanes, 3, 2, dot)
-    for lanes, dot in ((8, "plain"), (8, "madd"), (8, "vnni"), (16, "madd"), (16, "plain"))
+    for lanes, dot in ((8, "plain"), (8, "sign"), (8, "vnni"), (16, "sign"), (16, "plain"))
 ]
 SHAPES = [(4, 32), (7, 64), (130, 96), (9, 2 * 1024 + 32)]  # rows of W, and their length
 
@@ -109,7 +112,7 @@ def test_int4_finds_a_better_range_than_the_widest():
 def test_a_compiled_product_is_its_slow_twin(form, n, k):
     fast = layer(form, n, k)
     assert fast.here
-    for rows in (*range(1, 10), 13, MANY, MANY + 1):
+    for rows in (*range(1, 10), 13, MANY, MANY + 1, 130):
         x = torch.randn(rows, k)
         expected = fast.plain(x)
         scale = float(expected.abs().max())
@@ -148,26 +151,27 @@ def test_code_for_other_processors_is_right_too(form, shape):
     runs them as well.
     """
     features = llvm.get_host_cpu_features()
-    wanted = {"vnni": "avx512vnni", "madd": "avx512bw", "plain": ""}[shape.dot]
+    wanted = {"vnni": "avx512vnni", "sign": "avx2", "plain": ""}[shape.dot]
     if form == "int8" and wanted and not features.get(wanted):
         pytest.skip(f"this processor has no {wanted}")
     machine = llvm.Target.from_default_triple().create_target_machine(
         features=features.flatten(), opt=2
     )
     other = compiled.loaded(form, compiled.compiled_code(form, shape, machine))
-    fast, scratch = layer(form, 11, 320), torch.empty(scratch_bytes(7, 320), dtype=torch.uint8)
-    for rows in (1, 2, 3, 4, 7):
+    fast, scratch = layer(form, 11, 320), torch.empty(scratch_bytes(70, 320), dtype=torch.uint8)
+    for rows in (1, 2, 3, 4, 7, 70):
         x, out = torch.randn(rows, 320), torch.empty(rows, 11)
         given = [tensor.data_ptr() for tensor in (x, *fast.tensors, out)]
         other.run(*given, rows, 11, 320, 1, scratch.data_ptr())
-        close(out, fast.plain(x))
+        expected = fast.plain(x)
+        close(out / expected.abs().max(), expected / expected.abs().max())
 
 
 def test_x_is_rounded_in_groups_and_sums_of_whole_numbers_are_exact():
     """Numbers that are whole already lose nothing, whatever the processor."""
     fast = FastLinear("int8", 512, *pack(torch.randint(-127, 128, (8, 512)).float(), "int8"), None)
     x = torch.randint(-127, 128, (5, 512)).float()
-    x[:, ::256] = 127.0  # every group has the scale 1, and so has every row of W
+    x[:, ::64] = 127.0  # every group has the scale 1, and so has every row of W
     fast.scales.fill_(1.0)
     whole = unpack(*fast.tensors[:2], "int8", 512)
     assert fast(x).double().equal(x.double() @ whole.double().T)
@@ -233,6 +237,18 @@ def test_compiled_code_is_kept_on_disk(tmp_path, monkeypatch):
 # --- models ---
 
 
+def near(form, found, expected, tolerance):
+    """Close; where x is rounded (int8) a last digit, which is another on every processor, may tip
+    a number over, and with it a token.
+    """
+    if form != "int8":
+        close(found, expected, tolerance)
+        return
+    off = (found - expected).abs().amax(dim=-1)
+    assert int((off > tolerance).sum()) <= 1
+    assert float(off.max()) < 5e-2
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "transformer", "bart", "bert"])
 def test_every_family_computes_what_its_unpacked_weights_compute(name, form):
@@ -251,7 +267,7 @@ def test_every_family_computes_what_its_unpacked_weights_compute(name, form):
                     linear.register_forward_pre_hook(lambda _, given: as_read(given[0]))
         ids = tokens(2, 9)
         given = (ids, ids[:, :5]) if isinstance(net, EncoderDecoder) else (ids,)
-        close(fast(*given), twin(*given), 2e-5)
+        near(form, fast(*given), twin(*given), 2e-5)
 
 
 @pytest.mark.parametrize("form", ["fp32", "int8"])
@@ -267,12 +283,7 @@ def test_cached_steps_are_the_uncached_call(name, form):
         cache = fast.new_cache(first, 16)
         steps = [fast.decode(part, cache=cache) for part in ids.split((3, 1, 1, 3), dim=1)]
         found, expected = torch.cat(steps, dim=1), fast.decode(ids, *memory)
-    if form == "int8":  # x is rounded there, and a last digit of it may tip one number of a token
-        off = (found - expected).abs().amax(dim=2)
-        assert int((off > 5e-5).sum()) <= 1
-        assert float(off.max()) < 5e-2
-    else:
-        close(found, expected, 5e-5)
+    near(form, found, expected, 5e-5)
 
 
 def test_the_fp32_form_shares_its_weights_and_follows_them():

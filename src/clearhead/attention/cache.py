@@ -171,11 +171,7 @@ class KV(State):
         self, k: Float[Tensor, "b g t d"], v: Float[Tensor, "b g t d"]
     ) -> tuple[Float[Tensor, "b g seen d"], Float[Tensor, "b g seen d"]]:
         """Write the new keys and values; returns all that this call may see."""
-        if self.bare and not self.slots.even and self.slots.used_before < self.slots.used:
-            # A row may now be shown a slot that only others fill: that must hold a number, if only
-            # to be multiplied by 0.
-            for buffer in (self.k, self.v):
-                buffer[:, :, self.slots.used_before : self.slots.used] = 0.0
+        self.settle()
         if self.slots.beside:
             old = self.slots.used_before
             seen = torch.cat((self.k[:, :, :old], k), 2), torch.cat((self.v[:, :, :old], v), 2)
@@ -186,6 +182,14 @@ class KV(State):
         self.slots.put(self.v, v)
         used = self.slots.used
         return self.k[:, :, :used], self.v[:, :, :used]
+
+    def settle(self) -> None:
+        """Make numbers of the slots that came with this call: a row may now be shown one that only
+        others fill, if only to multiply it by 0.
+        """
+        if self.bare and not self.slots.even and self.slots.used_before < self.slots.used:
+            for buffer in (self.k, self.v):
+                buffer[:, :, self.slots.used_before : self.slots.used] = 0.0
 
     def select(self, rows: Int[Tensor, " n"]) -> None:
         """Keep these rows, in this order; slots that nobody has used yet are not copied."""

@@ -28,9 +28,9 @@ from clearhead.fast.formats import scratch_bytes
 from clearhead.fast.linear import SMALL, FastLinear
 from clearhead.layers.block import ParallelBlock, PostNorm, SandwichNorm
 from clearhead.layers.ffn import GatedFFN
-from clearhead.layers.stack import Stack
+from clearhead.layers.stack import Memory, Stack
 
-SEEN, ASKED = FACTS.index("keys"), FACTS.index("queries")
+MOST, ASKED = FACTS.index("most"), FACTS.index("queries")
 THREADS = 1 + 8  # where a call of attention has them
 
 Sublayer = Callable[[Tensor, Tensor], None]  # from where, to where
@@ -71,21 +71,26 @@ class Calls:
         room = scratch_bytes(self.rows, max(self.width, heads, *wide))
         self.scratch = torch.empty(room, dtype=torch.uint8, device="cpu")
         self.layers = len(stack.blocks)
+        self.seen = array("q", [0] * self.rows)
         self.facts = [
-            _facts(block.self_attn, state, 1)
+            _facts(block.self_attn, state, self.seen, 1)
             for block, state, _ in zip(stack.blocks, cache.states, stack.kinds, strict=False)
         ]
         self.sources: Any = None
         if cache.cross and cache.memory is not None:
-            beams = self.rows // cache.memory.rows
-            self.sources = _facts(first.cross_attn, cache.cross[0], beams)
+            beams, lengths = self.rows // cache.memory.rows, row_lengths(cache.memory)
+            assert lengths is not None
+            self.kept += [cache.memory, lengths]
+            self.sources = _facts(first.cross_attn, cache.cross[0], lengths, beams)
 
-    def run(self, x: Tensor, keys: int, cache: Cache) -> Tensor:
-        """The stream behind all blocks, with so many keys to be seen."""
+    def run(self, x: Tensor, seen: list[int], cache: Cache) -> Tensor:
+        """The stream behind all blocks, with so many keys to be seen by each row."""
         x = x.contiguous()
         ctypes.memmove(self.stream.data_ptr(), x.data_ptr(), x.nbytes)
+        self.seen[:] = array("q", seen)
+        keys = max(seen)
         for facts in self.facts:
-            facts[SEEN] = keys
+            facts[MOST] = keys
         states: list[Any] = [*cache.states, *cache.cross]
         now = [place for s in states for place in (s.k.data_ptr(), s.v.data_ptr())]
         if now != self.known:
@@ -155,7 +160,7 @@ class Calls:
         if rotary is not None:
             tables = self._tables(rotary, size)
             for place, count in ((q, heads), (k, own)):
-                self._step("rotate", place, *tables, told, self.rows * count, d, rotary.width)
+                self._step("rotate", place, *tables, told, self.rows, count, d, rotary.width)
         for i, place in enumerate((k, v)):
             self.moving.append((len(self.list) + 2, 2 * number + i))
             self._step("put", place, 0, told, self.rows)
@@ -169,7 +174,7 @@ class Calls:
         if attn.q_norm is not None:
             self._norm_at(attn.q_norm, q, q, self.rows * heads)
         sources = self.rows // self.sources[ASKED]
-        threads = self._threads(heads * attn.head_dim * self.sources[SEEN])
+        threads = self._threads(heads * attn.head_dim * self.sources[MOST])
         told = self.sources.buffer_info()[0]
         self._attend(q, told, sources * heads, self.layers + number, threads)
         self._product(attn.out_proj, self.far, out)
@@ -243,14 +248,29 @@ class Calls:
         return 1 if self.rows * numbers < SMALL else self.threads
 
 
-def _facts(attn: Any, state: Any, queries: int) -> array[int]:
+def row_lengths(memory: Memory) -> array[int] | None:
+    """How many tokens each source has, if they stand at its start and there is one at least."""
+    at, rows = memory.at, memory.rows
+    if not at.holes:
+        return array("q", [at.length] * rows)
+    filled = at.filled().expand(rows, -1)
+    lengths = filled.sum(dim=1, keepdim=True)
+    first = torch.arange(at.length, device=filled.device) < lengths
+    if not filled.equal(first) or int(lengths.min()) < 1:
+        return None
+    return array("q", lengths.flatten().tolist())
+
+
+def _facts(attn: Any, state: Any, seen: array[int], queries: int) -> array[int]:
     """What attention is told of heads, widths and steps; a source's beams ask together."""
     heads, d, k = attn.n_heads, attn.head_dim, state.k
     told = {
         "heads": heads,
         "group": heads // attn.n_kv_heads,
         "d": d,
-        "keys": k.shape[2],
+        "seen": seen.buffer_info()[0],
+        "each": seen.itemsize,
+        "most": max(seen),
         "queries": queries,
         "q_row": queries * heads * d,
         "q_head": d,

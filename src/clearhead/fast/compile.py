@@ -26,9 +26,11 @@ from clearhead.errors import require
 
 MISSING = "Fast products take llvmlite, which is not installed: pip install 'clearhead[fast]'."
 ARGUMENTS = 10  # of every compiled function
-# What attention is told of heads and of steps from one number to the next, each in 8 bytes.
+# What attention is told, each in 8 bytes: its heads; where the number of keys that the first row
+# sees stands, how many bytes behind it that of the next (0: one number for all), and the most of
+# these; and the steps from one number to the next.
 FACTS = (
-    *("heads", "group", "d", "keys", "queries"),
+    *("heads", "group", "d", "seen", "each", "most", "queries"),
     *("q_row", "q_head", "q_query", "k_row", "k_head", "k_key", "scale"),
 )
 OLDEST = (0, 46)  # of llvmlite; before, addresses had types
@@ -144,7 +146,7 @@ def _text(form: str, shape: Any) -> str:
         return steps.write_module(form, shape)
     if form != "int8":
         return emit.write_module(form, shape)
-    narrow = replace(shape, lanes=8) if shape.dot == "madd" else shape  # as AVX2 has it
+    narrow = replace(shape, lanes=8) if shape.dot == "sign" else shape  # as AVX2 has it
     return integers.write_module(form, narrow)
 
 
@@ -182,14 +184,14 @@ def _shape(features: dict[str, bool]) -> Any:
     from clearhead.fast.words import Shape
 
     if features.get("avx512f"):  # 32 registers of 16 numbers
-        return Shape(16, 4, 4, _dot(features, "avx512vnni", "avx512bw"))
+        return Shape(16, 4, 4, _dot(features, "avx512vnni"), 12)
     # 16 of 8 (AVX2), or 32 of 4 in pairs (ARM)
-    return Shape(8, 3, 2, _dot(features, "avxvnni", "avx2"))
+    return Shape(8, 3, 2, _dot(features, "avxvnni"), 6)
 
 
-def _dot(features: dict[str, bool], four: str, two: str) -> Any:
-    """How bytes are multiplied where these features let four, or two, of them be added."""
-    return "vnni" if features.get(four) else "madd" if features.get(two) else "plain"
+def _dot(features: dict[str, bool], whole: str) -> Any:
+    """How bytes are multiplied where this feature does it at once."""
+    return "vnni" if features.get(whole) else "sign" if features.get("avx2") else "plain"
 
 
 def _folder() -> Path:

@@ -28,24 +28,24 @@ from typing import Any
 
 from llvmlite import ir
 
-from clearhead.fast.formats import GROUP
+from clearhead.fast import panels
+from clearhead.fast.formats import GROUP, MANY
+from clearhead.fast.groups import group, scale, scaled, unpacked
 from clearhead.fast.words import (
     BYTES,
     F32,
-    I8,
-    I16,
     I32,
     I64,
+    LINE,
     POINTER,
+    STRIP,
     VOID,
     Function,
     Shape,
 )
 
-STRIP = 4  # rows of W that are worked on together
 PART = 1024  # weights of a row that are worked on at a time, where there are many rows of x
 AHEAD = 2  # strips
-LINE = 64  # bytes that the memory delivers at once
 # Of OpenMP, as torch brings it along:
 FORK, WHO, TEAM = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"
 
@@ -58,8 +58,10 @@ def write_module(name: str, shape: Shape) -> str:
     <name>_unpack(w, scales, out, n, k)                             W in fp32
     """
     module = ir.Module(name)
+    many = Function(module, f"{name}_panels", 10, shape, name)
+    many.write(panels.write_panels)
     strips = Function(module, f"{name}_strips", 10, shape, name)
-    strips.write(_strips)
+    strips.write(partial(_strips, many=many.function))
     worker = Function(module, f"{name}_worker", 1, shape, name)
     worker.write(lambda f: write_worker(f, strips.function))
     product = Function(module, name, 10, shape, name)
@@ -71,50 +73,13 @@ def write_module(name: str, shape: Shape) -> str:
     return str(module)
 
 
-# --- the formats: how a group of weights becomes vectors of fp32 ---
-
-
-def _group(f: Function, address: Any, k: Any) -> list[Any]:
-    """The vectors of the group that starts at weight k of the row at `address`, as they are
-    stored, without their scale.
-    """
-    lanes, start = f.shape.lanes, f.add(address, f.size(k))
-    steps = range(0, GROUP, lanes)
-    words = ir.VectorType(I32, lanes)
-    if f.form == "fp32":
-        return [f.floats(f.add(start, 4 * step)) for step in steps]
-    if f.form == "bf16":  # the upper half of an fp32 number
-        halves = ir.VectorType(I16, lanes)
-        found = [f.b.zext(f.load(f.add(start, 2 * s), halves, 2), words) for s in steps]
-        return [f.b.bitcast(f.b.shl(v, f.spread(16, I32)), f.vector) for v in found]
-    bytes_ = ir.VectorType(I8, lanes)
-    # int4: a byte holds weight i of the group's first half and weight i of its second
-    pairs = [f.b.zext(f.load(f.add(start, s), bytes_, 1), words) for s in steps if s < GROUP // 2]
-    found = [f.b.and_(pair, f.spread(15, I32)) for pair in pairs]
-    found += [f.b.lshr(pair, f.spread(4, I32)) for pair in pairs]
-    return [f.b.sitofp(v, f.vector) for v in found]
-
-
-def _scale(f: Function, scales: Any, index: Any) -> tuple[Any, Any]:
-    """(scale, low) of a group of int4: w = scale * q + low."""
-    both = f.load(f.add(scales, f.times(index, 4)), I32, 4)  # two numbers of 16 bits
-    scale = f.b.and_(both, ir.Constant(I32, 0xFFFF0000))
-    low = f.b.shl(both, ir.Constant(I32, 16))
-    return f.everywhere(f.b.bitcast(scale, F32)), f.everywhere(f.b.bitcast(low, F32))
-
-
-def _scaled(f: Function) -> bool:
-    return f.form == "int4"
+# --- unpacking ---
 
 
 def _unpack(f: Function, w: Any, scales: Any, out: Any, count: Any, later: Any = None) -> None:
     """So many weights, whole groups, in fp32; what stands `later` bytes behind is asked for."""
     with f.loop(f.const(0), count, GROUP) as k:
-        vectors = _group(f, w, k)
-        if _scaled(f):
-            scale, low = _scale(f, scales, f.groups(k))
-            vectors = [f.fma(v, scale, low) for v in vectors]
-        for i, v in enumerate(vectors):
+        for i, v in enumerate(unpacked(f, w, scales, k)):
             f.store(v, f.add(out, f.times(f.add(k, i * f.shape.lanes), 4)))
         if later is not None:
             _ask_for(f, f.add(w, f.size(k), later), GROUP)
@@ -164,15 +129,15 @@ def _tile(f: Function, form: str, rows: int, m: Any, strip: _Strip) -> None:
         with f.b.if_then(f.b.icmp_signed(">", strip.first, f.const(0))):
             _keep(f, sums, kept, back=True)
     with f.loop(f.const(0), f.b.sub(strip.last, strip.first), GROUP) as k:
-        steps = [4 * step for step in range(0, GROUP, f.shape.lanes)]
-        xs = [[f.floats(f.add(row, f.times(k, 4), step)) for step in steps] for row in xs_at]
+        own = [4 * step for step in range(0, GROUP, f.shape.lanes)]
+        xs = [[f.floats(f.add(row, f.times(k, 4), step)) for step in own] for row in xs_at]
         totals = [_sum(f, parts) if form == "int4" else None for parts in xs]
         for j in range(STRIP):
-            ws, scale = _group(f, ws_at[j], k), (None, None)
-            if _scaled(f):
-                scale = _scale(f, strip.scales, f.add(f.times(f.groups(strip.row), j), f.groups(k)))
+            ws, steps = group(f, ws_at[j], k), (None, None)
+            if scaled(f):
+                steps = scale(f, strip.scales, f.add(f.times(f.groups(strip.row), j), f.groups(k)))
             for i in range(rows):
-                _accumulate(f, sums[i][j], list(zip(ws, xs[i], strict=True)), scale, totals[i])
+                _accumulate(f, sums[i][j], list(zip(ws, xs[i], strict=True)), steps, totals[i])
         if strip.kept is None:
             _look_ahead(f, strip, k)
     if kept is None:
@@ -191,7 +156,7 @@ def _look_ahead(f: Function, strip: _Strip, k: Any) -> None:
     _ask_for(
         f, f.add(strip.w, f.size(f.add(f.times(whole, AHEAD), f.times(k, STRIP)))), STRIP * GROUP
     )
-    if _scaled(f):
+    if scaled(f):
         later = f.times(f.groups(f.add(f.times(whole, AHEAD), f.times(k, STRIP))), 4)
         f.ask_for(f.add(strip.scales, later))
 
@@ -226,10 +191,10 @@ def _sum(f: Function, vectors: list[Any]) -> Any:
 
 
 def _accumulate(
-    f: Function, place: Any, pairs: list[Any], scale: tuple[Any, Any], total: Any
+    f: Function, place: Any, pairs: list[Any], steps: tuple[Any, Any], total: Any
 ) -> None:
     """sum += scale * (w_1 x_1 + ...) + low * (x_1 + ...), lane by lane."""
-    factor, low = scale
+    factor, low = steps
     before = f.b.load(place, typ=f.vector)
     part = before if factor is None else None
     for w, x in pairs:
@@ -242,9 +207,12 @@ def _accumulate(
 # --- the functions ---
 
 
-def _strips(f: Function) -> None:
-    """The product for the strips from `first` to before `last`."""
+def _strips(f: Function, many: ir.Function) -> None:
+    """The product for the strips from `first` to before `last`; `many` is for many rows of x."""
     _, w, scales, _, _, m, n, k, first, last = f.args
+    with f.b.if_then(f.b.icmp_signed(">", m, f.const(MANY))):
+        f.b.call(many, f.args)
+        f.b.ret_void()
     buffer = f.b.ptrtoint(f.b.alloca(F32, f.const(STRIP * PART)), I64)
     kept = f.b.ptrtoint(f.b.alloca(F32, f.times(m, STRIP * f.shape.lanes)), I64)
     with f.loop(first, last) as number:

@@ -9,7 +9,7 @@ Scale and low of int4 are bf16 numbers, the upper and the lower half of 32 bits.
 few candidates with the smallest squared error in their group of 32. Rows are filled with zeros up
 to a whole number of groups (int4) or of 64 (int8, and 64 rows to a block).
 
-A product with int8 rounds x, too, in groups of 256 numbers (`as_read`): then it is one of whole
+A product with int8 rounds x, too, in groups of 64 numbers (`as_read`): then it is one of whole
 numbers.
 """
 
@@ -26,9 +26,10 @@ from torch import Tensor
 Form = Literal["fp32", "bf16", "int8", "int4"]
 FORMS: tuple[Form, ...] = ("fp32", "bf16", "int8", "int4")
 GROUP = 32  # weights that share a scale
+MANY = 32  # rows of x; up to here products take W in strips, from there on in panels
 # int8: the number that is added to codes; numbers of x that share a scale; rows of a block, and
 # weights of each that stand together; what the length of a row is filled up to a multiple of.
-OFFSET, READ, BESIDE, QUAD, WIDTH = 128, 256, 64, 4, 64
+OFFSET, READ, BESIDE, QUAD, WIDTH = 128, 64, 64, 4, 64
 TINY = 1e-30  # a group of x without a larger number is 0: 127 / it would not be finite
 BLOCK = 2**22  # weights that are worked on at a time
 
@@ -63,7 +64,7 @@ def unpack(stored: Tensor, scales: Tensor, form: Form, k: int) -> Float[Tensor, 
 
 
 def as_read(x: Float[Tensor, "*b k"]) -> Float[Tensor, "*b k"]:
-    """x as a product with int8 takes it: 256 numbers of a row rounded to 255 steps."""
+    """x as a product with int8 takes it: 64 numbers of a row rounded to 255 steps."""
     k = x.shape[-1]
     groups = F.pad(x.float(), (0, -k % READ)).unflatten(-1, (-1, READ))
     most = groups.abs().amax(dim=-1, keepdim=True)

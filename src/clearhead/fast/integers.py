@@ -1,15 +1,14 @@
 """The product of int8: whole numbers times whole numbers.
 
-    x [m, k]   every 256 numbers of a row are rounded to -127 .. 127, with a scale of their own
+    x [m, k]   every 64 numbers of a row are rounded to -127 .. 127, with a scale of their own
     W [n, k]   stored as 1 .. 255, which is q + 128, with a scale a row of W
 
     y[i, j] = scale_j  sum over groups g of  scale_ig  (q_ig . w_jg - 128 sum q_ig)  + bias_j
 
 A processor multiplies four bytes in each lane of a vector with four others, and adds them to the
-lane, in one instruction (VNNI), or two bytes (AVX2): a quarter of the instructions of fp32, so that
-up to some dozens of rows of x memory is what is waited for, and a long prompt is read several times
-as fast. Sums of whole numbers are exact: the result is the same on every
-processor that has compiled code.
+lane, in one instruction (VNNI), or in four (AVX2): so up to some rows of x memory is what is waited
+for, and a long prompt is read faster than in fp32. Sums of whole numbers are exact: the result is
+the same on every processor that has compiled code.
 
 A lane is an output. So W lies in blocks of 64 rows, in which four weights of a row stand beside
 those of the next row, and four numbers of x are spread over all lanes:
@@ -26,7 +25,7 @@ from llvmlite import ir
 
 from clearhead.fast import emit
 from clearhead.fast.formats import BESIDE, OFFSET, QUAD, READ, TINY, WIDTH
-from clearhead.fast.words import F32, I8, I16, I32, Function, Shape
+from clearhead.fast.words import F32, I8, I16, I32, LINE, Function, Shape
 
 AHEAD = 2  # blocks
 ZERO = 0x4B400000  # the bits of `Function.whole` for 0
@@ -85,7 +84,7 @@ def _read(f: Function) -> None:
 
 
 def _read_group(f: Function, places: tuple[Any, Any, Any], first: Any, last: Any) -> None:
-    """Up to 256 numbers; what is no number makes the scale none either."""
+    """Up to 64 numbers; what is no number makes the scale none either."""
     start, to, facts = places
     lanes = f.shape.lanes
     words = ir.VectorType(I32, lanes)
@@ -116,46 +115,42 @@ def _read_group(f: Function, places: tuple[Any, Any, Any], first: Any, last: Any
     f.store(f.b.mul(sum_, ir.Constant(I32, -OFFSET)), f.add(fact, LESS))
 
 
-# --- sums of products, as processors have them ---
-#
-#           together   vectors of sums          in each lane
-#   vnni    4 lanes    4                        an output
-#   madd    16         4, of 8 lanes            half an output: even and odd pairs of k
-#   plain   2 lanes    2                        an output
-
-
-def _together(shape: Shape) -> int:
-    """Outputs that are worked on at once."""
-    return {"vnni": 4 * shape.lanes, "madd": 16, "plain": 2 * shape.lanes}[shape.dot]
+# --- sums of products, as processors have them: a lane is an output ---
 
 
 def _rows(shape: Shape) -> int:
     """Rows of x in a tile: so many that the sums, and what they are made of, fit the registers."""
-    return 6 if shape.lanes == 16 else 2
+    return 4 if shape.dot == "sign" else 6 if shape.lanes == 16 else 2
 
 
-def _vectors(shape: Shape) -> int:
-    return 2 if shape.dot == "plain" else 4
+def _vectors(shape: Shape, rows: int) -> int:
+    """Vectors of outputs in a tile of so many rows."""
+    few = {1: 8, 2: 4}.get(rows, 2)
+    return {"vnni": 4, "sign": few, "plain": 2}[shape.dot]
 
 
 def _weights(f: Function, start: Any, number: int) -> Any:
     """Four weights for each output of one vector of sums."""
     lanes = f.shape.lanes
+    at = f.add(start, QUAD * lanes * number)
     if f.shape.dot == "vnni":
-        return f.load(f.add(start, 4 * lanes * number), ir.VectorType(I32, lanes), 1)
-    count, kind = (16, I16) if f.shape.dot == "madd" else (4 * lanes, I32)
-    found = f.load(f.add(start, count * number), ir.VectorType(I8, count), 1)
-    return f.b.zext(found, ir.VectorType(kind, count))
+        return f.load(at, ir.VectorType(I32, lanes), 1)
+    found = f.load(at, ir.VectorType(I8, QUAD * lanes), 1)
+    if f.shape.dot == "plain":
+        return f.b.zext(found, ir.VectorType(I32, QUAD * lanes))
+    own = f.b.xor(found, ir.Constant(found.type, [OFFSET - 256] * (QUAD * lanes)))
+    call = f.outside(f"llvm.abs.v{QUAD * lanes}i8", own.type, [own.type, ir.IntType(1)])
+    return own, f.b.call(call, [own, ir.Constant(ir.IntType(1), 0)])
 
 
 def _numbers(f: Function, address: Any) -> Any:
     """Four numbers of x, as often as there are outputs in a vector."""
     lanes = f.shape.lanes
-    if f.shape.dot == "vnni":
-        return f.spread_out(f.load(address, I32, 4), ir.VectorType(I32, lanes))
-    kind, times = (I16, 4) if f.shape.dot == "madd" else (I32, lanes)
-    found = f.b.sext(f.load(address, ir.VectorType(I8, 4), 4), ir.VectorType(kind, 4))
-    return f.shuffle(found, found, [0, 1, 2, 3] * times)
+    if f.shape.dot == "plain":
+        found = f.b.sext(f.load(address, ir.VectorType(I8, QUAD), 4), ir.VectorType(I32, QUAD))
+        return f.shuffle(found, found, [0, 1, 2, 3] * lanes)
+    four = f.spread_out(f.load(address, I32, 4), ir.VectorType(I32, lanes))
+    return four if f.shape.dot == "vnni" else f.b.bitcast(four, ir.VectorType(I8, QUAD * lanes))
 
 
 def _dot(f: Function, sums: Any, w: Any, x: Any) -> Any:
@@ -164,34 +159,31 @@ def _dot(f: Function, sums: Any, w: Any, x: Any) -> Any:
     if f.shape.dot == "vnni":
         name = f"llvm.x86.avx512.vpdpbusd.{32 * f.shape.lanes}"
         return f.b.call(f.outside(name, kind, [kind, kind, kind]), [sums, w, x])
-    if f.shape.dot == "madd":
-        call = f.outside("llvm.x86.avx2.pmadd.wd", kind, [w.type, w.type])
-        return f.b.add(sums, f.b.call(call, [w, x]))
-    return f.b.add(sums, _paired(f, _paired(f, f.b.mul(w, x))))
+    if f.shape.dot == "plain":
+        return f.b.add(sums, _paired(f, _paired(f, f.b.mul(w, x))))
+    # w x is |w| times x with the sign of w: AVX2 multiplies bytes without a sign by those with one.
+    # Two products come to 2 * 127 * 127 at the most, which 16 bits hold.
+    own, size = w
+    halves = ir.VectorType(I16, 2 * f.shape.lanes)
+    sign = f.outside("llvm.x86.avx2.psign.b", own.type, [own.type, own.type])
+    pairs = f.outside("llvm.x86.avx2.pmadd.ub.sw", halves, [own.type, own.type])
+    fours = f.outside("llvm.x86.avx2.pmadd.wd", kind, [halves, halves])
+    two = f.b.call(pairs, [size, f.b.call(sign, [x, own])])
+    return f.b.add(sums, f.b.call(fours, [two, ir.Constant(halves, [1] * halves.count)]))
 
 
-def _paired(f: Function, vector: Any, other: Any = None) -> Any:
-    """Neighbours added, of one vector or of two behind each other."""
-    count = vector.type.count * (1 if other is None else 2)
-    other = vector if other is None else other
-    even, odd = (f.shuffle(vector, other, list(range(i, count, 2))) for i in (0, 1))
+def _paired(f: Function, vector: Any) -> Any:
+    """Neighbours added."""
+    even, odd = (f.shuffle(vector, vector, list(range(i, vector.type.count, 2))) for i in (0, 1))
     return f.b.add(even, odd)
 
 
-def _outputs(f: Function, sums: list[Any]) -> list[Any]:
-    """The sums of a group in fp32, an output a lane."""
-    if f.shape.dot == "madd":
-        sums = [_paired(f, sums[i], sums[i + 1]) for i in (0, 2)]
-    return [f.b.sitofp(one, f.vector) for one in sums]
-
-
-def _begin(f: Function, less: Any) -> Any:
-    """What a vector of sums starts with: the correction, once for each output."""
-    if f.shape.dot == "madd":
-        zero = ir.Constant(I32, 0)
-        pair = f.b.insert_element(ir.Constant(ir.VectorType(I32, 2), [zero, zero]), less, zero)
-        return f.shuffle(pair, pair, [0, 1] * 4)
-    return f.spread_out(less, ir.VectorType(I32, f.shape.lanes))
+def _begin(f: Function, group: Any) -> Any:
+    """What a vector of sums starts with: weights that are 128 too large are made up for."""
+    kind = ir.VectorType(I32, f.shape.lanes)
+    if f.shape.dot == "sign":
+        return ir.Constant(kind, None)
+    return f.spread_out(f.load(f.add(group, LESS), I32, 4), kind)
 
 
 # --- blocks ---
@@ -206,61 +198,67 @@ def _blocks(f: Function) -> None:
     whole = f.b.sub(m, left)
     with f.loop(first, last) as number:
         block = f.add(w, f.times(number, f.times(width, BESIDE)))
-        for start in range(0, BESIDE, _together(f.shape)):
-            column = f.add(f.times(number, BESIDE), start)
-            place = column, f.add(block, start * QUAD), width, row
-            _all_rows(f, (rows, whole, left), place)
+        _all_rows(f, (rows, whole, left), (f.times(number, BESIDE), block, width, row))
 
 
 def _all_rows(f: Function, m: tuple[int, Any, Any], place: tuple[Any, ...]) -> None:
-    """All rows of x; the first tile asks for weights of a later block."""
+    """All rows of x; the first tiles ask for weights of a later block."""
     rows, whole, left = m
 
     def rest(at: Any, ahead: bool) -> None:
-        cases = {some: partial(_tile, f, some, at, place, ahead) for some in range(1, rows)}
+        cases = {some: partial(_tiles, f, some, at, place, ahead) for some in range(1, rows)}
         f.choose(left, cases, lambda: None)
 
     with f.b.if_else(f.b.icmp_signed(">", whole, f.const(0))) as (many, few):
         with many:
-            _tile(f, rows, f.const(0), place, True)
+            _tiles(f, rows, f.const(0), place, True)
             with f.loop(f.const(rows), whole, rows) as i:
-                _tile(f, rows, i, place, False)
+                _tiles(f, rows, i, place, False)
             rest(whole, False)
         with few:
             rest(f.const(0), True)
+
+
+def _tiles(f: Function, rows: int, m: Any, place: tuple[Any, ...], ahead: bool) -> None:
+    """All outputs of a block, of `rows` rows."""
+    column, block, width, row = place
+    together = _vectors(f.shape, rows) * f.shape.lanes
+    with f.loop(f.const(0), f.const(BESIDE), together) as start:
+        at = f.add(block, f.times(start, QUAD))
+        _tile(f, rows, m, (f.add(column, start), at, width, row), ahead)
 
 
 def _tile(f: Function, rows: int, m: Any, place: tuple[Any, ...], ahead: bool) -> None:
     """Some outputs of `rows` rows."""
     column, w, width, row = place
     xs_at = [f.add(f.args[0], f.times(f.add(m, i), row)) for i in range(rows)]
-    count, outputs = _vectors(f.shape), _together(f.shape) // f.shape.lanes
-    totals = [[f.variable(f.vector) for _ in range(outputs)] for _ in range(rows)]
+    count = _vectors(f.shape, rows)
+    totals = [[f.variable(f.vector) for _ in range(count)] for _ in range(rows)]
     with f.loop(f.const(0), width, READ) as first:
-        fact = f.add(width, f.times(f.b.sdiv(first, f.const(READ)), 8))
+        groups = [f.add(at, width, f.times(f.b.sdiv(first, f.const(READ)), 8)) for at in xs_at]
         sums = []
-        for at in xs_at:
-            begin = _begin(f, f.load(f.add(at, fact, LESS), I32, 4))
+        for group in groups:
+            begin = _begin(f, group)
             sums.append([f.variable(begin.type, begin) for _ in range(count)])
-        with f.loop(first, f.least(width, f.add(first, READ)), QUAD) as k:
+        with f.loop(f.const(0), f.const(READ), QUAD) as step:
+            k = f.add(first, step)
             start = f.add(w, f.times(k, BESIDE))
             ws = [_weights(f, start, j) for j in range(count)]
             if ahead:
                 later = f.add(start, f.times(width, BESIDE * AHEAD))
-                for line in range(0, _together(f.shape) * QUAD, emit.LINE):
+                for line in range(0, count * f.shape.lanes * QUAD, LINE):
                     f.ask_for(f.add(later, line))
-            for i, at in enumerate(xs_at):
+            for own, at in zip(sums, xs_at, strict=True):
                 numbers = _numbers(f, f.add(at, k))
-                for j in range(count):
-                    kind = sums[i][j].allocated_type
-                    found = _dot(f, f.b.load(sums[i][j], typ=kind), ws[j], numbers)
-                    f.b.store(found, sums[i][j])
-        for i, at in enumerate(xs_at):
-            scale = f.everywhere(f.load(f.add(at, fact, SCALE), F32, 4))
-            found = [f.b.load(one, typ=one.allocated_type) for one in sums[i]]
-            for total, part in zip(totals[i], _outputs(f, found), strict=True):
+                for one, weights in zip(own, ws, strict=True):
+                    before = f.b.load(one, typ=one.allocated_type)
+                    f.b.store(_dot(f, before, weights, numbers), one)
+        for group, own, found in zip(groups, sums, totals, strict=True):
+            scale = f.everywhere(f.load(f.add(group, SCALE), F32, 4))
+            for total, one in zip(found, own, strict=True):
+                part = f.b.sitofp(f.b.load(one, typ=one.allocated_type), f.vector)
                 f.b.store(f.fma(part, scale, f.b.load(total, typ=f.vector)), total)
-    full = f.b.icmp_signed("<=", f.add(column, _together(f.shape)), f.args[6])
+    full = f.b.icmp_signed("<=", f.add(column, count * f.shape.lanes), f.args[6])
     with f.b.if_else(full) as (inside, over):
         with inside:
             _write(f, m, totals, column)

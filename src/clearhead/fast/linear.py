@@ -1,9 +1,8 @@
 """Linear layers and token tables whose weights are packed, for running and not for training.
 
-Few rows (a step of decoding: one a sequence or beam) take the compiled product, which reads each
-weight once. Many rows (a prompt, a batch of texts) are bound by arithmetic: there torch's own
-product is the quicker one, on weights that are unpacked a block at a time. int8 has its own product
-for any number of rows.
+Few rows (a step of decoding: one a sequence or beam) are bound by memory, many (a prompt, a batch
+of texts) by arithmetic; the compiled product has a form for each. Very many, and other types and
+devices, go through torch's, on weights that are unpacked a block at a time.
 """
 
 from __future__ import annotations
@@ -30,8 +29,9 @@ from clearhead.fast.formats import (
     unpack,
 )
 
-ANY = 2**31  # rows: whole numbers are multiplied faster than torch multiplies fp32
-MANY = 32  # rows; up to here the compiled product won or was level, at GPT-2's shapes
+# Rows of x that the compiled product takes: of whole numbers any; of others up to where torch's
+# product, on large tiles, was as quick or quicker.
+ANY, MOST = 2**31, 512
 BLOCK = 2**23  # weights that are unpacked at a time for many rows
 SMALL = 2**16  # multiplications that one thread does sooner than two agree about them
 NO_GRADIENTS = (
@@ -62,7 +62,7 @@ class FastLinear(nn.Module):
             bias = nn.Parameter(bias, requires_grad=False)
         self.bias = bias
         self.compilable = compiled.available() and in_features % GROUP == 0 and scales.shape[0] >= 4
-        self.most = MANY if form != "int8" else ANY
+        self.most = ANY if form == "int8" else MOST
         self.train(False)
         self.refresh()
 

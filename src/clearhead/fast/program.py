@@ -1,15 +1,14 @@
 """A step of decoding as one call: all that its blocks do, written down once, worked off at once.
 
 Python takes longer to ask for the parts of a small block than the block takes, and a tenth to a
-third of the time of a large one in few bits. So for the steps of a decode (one new token a row, all
-rows at the same position) the calls are written into a list (`calls`), which compiled code works
-off (`rows.run`). The list is kept for its cache, and written anew when weights are not where they
-were.
+third of the time of a large one in few bits. So for the steps of a decode (one new token a row) the
+calls are written into a list (`calls`), which compiled code works off (`rows.run`). The list is
+kept for its cache, and written anew when weights are not where they were.
 
-Whatever is not so (many rows or tokens, a window, sources of different lengths, somebody who
-listens at a tap or by a hook, a part that is not known here) goes the ordinary way, block by block:
-that is the slow twin. Modules that are exchanged inside a network that has a program are not
-noticed by lists that were written before: make its run-time form anew.
+Whatever is not so (several tokens, a window, somebody who listens at a tap or by a hook, a part
+that is not known here) goes the ordinary way, block by block: that is the slow twin. Modules that
+are exchanged inside a network that has a program are not noticed by lists that were written before:
+make its run-time form anew.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from clearhead.attention.positions import Positions
 from clearhead.attention.rotary import Rotary
 from clearhead.fast import compile as compiled
 from clearhead.fast.between import KEYS, LANES, QUERIES, FastSoftmax, Joint, name_of
-from clearhead.fast.calls import Calls
-from clearhead.fast.linear import MANY, FastLinear
+from clearhead.fast.calls import Calls, row_lengths
+from clearhead.fast.linear import FastLinear
 from clearhead.layers.block import Block, ParallelBlock, PostNorm, PreNorm, SandwichNorm
 from clearhead.layers.ffn import FFN, GatedFFN
 from clearhead.layers.stack import Kind, Memory, Stack
@@ -49,23 +48,23 @@ class Program:
     def __call__(
         self, x: Tensor, at: Positions, cache: Cache, memory: Memory | None
     ) -> Tensor | None:
-        rows, now = x.shape[0], at.hi
+        now = at.hi
         if (
             x.shape[1] != 1
-            or not 0 < rows <= MANY
-            or rows != cache.rows
-            or not at.dense
-            or now >= KEYS
+            or x.shape[0] != cache.rows
+            or not 0 <= now < KEYS
             or x.shape[2] != self.stack.blocks[0].self_attn.q_proj.in_features
             or type(cache) is not Cache
-            or any(s.reach is not None or not s.even or s.top != now for s in cache.kinds)
-            or any(now >= s.size for s in cache.kinds)
+            or any(slots.reach is not None or now >= slots.size for slots in cache.kinds)
             or not x.is_cpu
             or x.dtype != torch.float32
             or (torch.is_grad_enabled() and x.requires_grad)
-            or not _even_sources(memory, cache, self.stack)
+            or not _known_sources(memory, cache, self.stack)
             or self._heard()
         ):
+            return None
+        seen = _seen(at, cache)
+        if seen is None:
             return None
         marks = self._marks(cache)
         known = self._lists.get(cache)
@@ -75,7 +74,9 @@ class Program:
                 return None
             known = self._lists[cache] = Calls(self.stack, cache, self._marks(cache))
         cache.begin(at)
-        return known.run(x, now + 1, cache)
+        for state in cache.states:
+            state.settle()  # type: ignore[attr-defined]
+        return known.run(x, seen, cache)
 
     def _heard(self) -> bool:
         """Whether somebody looks into the blocks."""
@@ -95,6 +96,7 @@ class Program:
             _known_stack(self.stack)
             and all(linear.here for linear in linears)
             and all(_plain(state) for state in (*cache.states, *cache.cross))
+            and (cache.memory is None or row_lengths(cache.memory) is not None)
             and all(_here(weight) for weight in self._norm_weights())
         )
 
@@ -103,7 +105,8 @@ class Program:
         norms = [weight.data_ptr() for weight in self._norm_weights()]
         states: list[Any] = [*cache.states, *cache.cross]
         lie = [(s.k.shape, s.k.stride(), s.v.stride()) for s in states]
-        return compiled.threads(), FastLinear.moves, cache.rows, lie, norms
+        # A list keeps its memory, so that no other one has its number.
+        return compiled.threads(), FastLinear.moves, cache.rows, id(cache.memory), lie, norms
 
     def _norm_weights(self) -> list[Tensor]:
         assert self._watched is not None
@@ -122,14 +125,26 @@ def program(stack: Stack) -> Program | None:
     return Program(stack) if _known_stack(stack) else None
 
 
-def _even_sources(memory: Memory | None, cache: Cache, stack: Stack) -> bool:
-    """Whether all of every source is seen, and its keys are known; or there is none to be seen."""
+def _seen(at: Positions, cache: Cache) -> list[int] | None:
+    """How many keys each row will see, if it has all positions up to its new one."""
+    if at.dense and all(slots.even and slots.top == at.hi for slots in cache.kinds):
+        return [at.hi + 1] * cache.rows
+    new = at.pos.expand(cache.rows, -1)[:, 0].tolist()
+    if at.holes or tuple(new) != cache.ends:
+        return None
+    if any((slots.where >= 0).sum(dim=1).tolist() != new for slots in cache.kinds):
+        return None
+    return [position + 1 for position in new]
+
+
+def _known_sources(memory: Memory | None, cache: Cache, stack: Stack) -> bool:
+    """Whether the keys of all sources are known; or there is none to be seen."""
     looks = stack.blocks[0].cross_attn is not None
     if memory is None or not looks:
         return memory is None and not looks
     ready = bool(cache.cross) and all(state.k is not None for state in cache.cross)
     few = cache.rows // memory.rows <= QUERIES and memory.at.length <= KEYS
-    return ready and few and not memory.at.holes
+    return ready and few
 
 
 def _plain(state: Any) -> bool:

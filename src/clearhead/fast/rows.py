@@ -1,7 +1,7 @@
 """The small operations of a decoding step, row by row, and what works off a list of calls.
 
     layer_norm, rms_norm    as the modules of these names
-    rotate                  rotary positions, as `Rotary.rotate`, all rows at one position
+    rotate                  rotary positions, as `Rotary.rotate`, a row at its own position
     put                     new keys and values into their slots of a cache
     add, times              x += y, x *= y
     run                     one call after the other: a row of the list is a function's address and
@@ -35,6 +35,11 @@ def _fact(f: Function, facts: Any, name: str) -> Any:
     return f.load(f.add(facts, 8 * FACTS.index(name)), I64, 8)
 
 
+def seen_by(f: Function, facts: Any, row: Any) -> Any:
+    """How many keys a row sees, the new one included."""
+    return f.load(f.add(_fact(f, facts, "seen"), f.times(row, _fact(f, facts, "each"))), I64, 8)
+
+
 def _norm(f: Function, centred: bool) -> None:
     """(x, weight, bias, out, rows, width, eps)"""
     x, weight, bias, out, rows, width, eps = f.args[:7]
@@ -65,39 +70,43 @@ def _norm(f: Function, centred: bool) -> None:
 
 
 def _rotate(f: Function) -> None:
-    """(x, cos, sin, facts, heads, d, width): the tables have a row a position."""
-    x, cos, sin, facts, heads, d, width = f.args[:7]
+    """(x, cos, sin, facts, rows, heads, d, width): the tables have a row a position."""
+    x, cos, sin, facts, rows, heads, d, width = f.args[:8]
     half = f.b.lshr(width, f.const(1))
-    position = f.add(_fact(f, facts, "keys"), -1)
-    row = f.times(f.times(position, width), 4)
-    cos, sin = f.add(cos, row), f.add(sin, row)
-    with f.loop(f.const(0), heads) as head:
-        start = f.add(x, f.times(f.times(head, d), 4))
-        with f.loop(f.const(0), half) as i:
-            near, far = f.times(i, 4), f.times(f.add(i, half), 4)
-            a, b = (f.load(f.add(start, at), F32, 4) for at in (near, far))
-            turned = []
-            for own, other, at in ((a, f.b.fneg(b), near), (b, a, far)):
-                c, s = (f.load(f.add(table, at), F32, 4) for table in (cos, sin))
-                turned.append(f.b.fadd(f.b.fmul(own, c), f.b.fmul(other, s)))
-            for value, at in zip(turned, (near, far), strict=True):
-                f.store(value, f.add(start, at))
+    with f.loop(f.const(0), rows) as row:
+        here = f.times(f.times(f.add(seen_by(f, facts, row), -1), width), 4)
+        tables = f.add(cos, here), f.add(sin, here)
+        with f.loop(f.const(0), heads) as head:
+            start = f.add(x, f.times(f.times(f.add(f.times(row, heads), head), d), 4))
+            with f.loop(f.const(0), half) as i:
+                _turn_pair(f, start, tables, (f.times(i, 4), f.times(f.add(i, half), 4)))
+
+
+def _turn_pair(f: Function, start: Any, tables: tuple[Any, Any], pair: tuple[Any, Any]) -> None:
+    near, far = pair
+    a, b = (f.load(f.add(start, at), F32, 4) for at in pair)
+    turned = []
+    for own, other, at in ((a, f.b.fneg(b), near), (b, a, far)):
+        c, s = (f.load(f.add(table, at), F32, 4) for table in tables)
+        turned.append(f.b.fadd(f.b.fmul(own, c), f.b.fmul(other, s)))
+    for value, at in zip(turned, pair, strict=True):
+        f.store(value, f.add(start, at))
 
 
 def _put(f: Function) -> None:
-    """(new, slots, facts, rows): [rows, heads, d] go to where the last key is."""
+    """(new, slots, facts, rows): [rows, heads, d] go to where each row's last key is."""
     new, slots, facts, rows = f.args[:4]
-    d, keys, k_row, k_head, k_key = (
-        _fact(f, facts, name) for name in ("d", "keys", "k_row", "k_head", "k_key")
-    )
+    d, k_row, k_head, k_key = (_fact(f, facts, n) for n in ("d", "k_row", "k_head", "k_key"))
     own = f.b.sdiv(_fact(f, facts, "heads"), _fact(f, facts, "group"))
-    last = f.add(slots, f.times(f.times(f.add(keys, -1), k_key), 4))
     lanes = f.shape.lanes
-    with f.loop(f.const(0), rows) as row, f.loop(f.const(0), own) as head:
-        start = f.add(new, f.times(f.times(f.add(f.times(row, own), head), d), 4))
-        to = f.add(last, f.times(f.add(f.times(row, k_row), f.times(head, k_head)), 4))
-        with f.loop(f.const(0), f.times(d, 4), 4 * lanes) as at:
-            f.store(f.floats(f.add(start, at)), f.add(to, at))
+    with f.loop(f.const(0), rows) as row:
+        slot = f.times(f.add(seen_by(f, facts, row), -1), k_key)
+        last = f.add(slots, f.times(f.add(slot, f.times(row, k_row)), 4))
+        with f.loop(f.const(0), own) as head:
+            start = f.add(new, f.times(f.times(f.add(f.times(row, own), head), d), 4))
+            to = f.add(last, f.times(f.times(head, k_head), 4))
+            with f.loop(f.const(0), f.times(d, 4), 4 * lanes) as at:
+                f.store(f.floats(f.add(start, at)), f.add(to, at))
 
 
 def _both(f: Function, how: str) -> None:

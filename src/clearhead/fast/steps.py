@@ -144,8 +144,7 @@ def _attend(f: Function) -> None:
     scale = f.load(f.add(told, 8 * FACTS.index("scale")), F32, 4)
     heads, queries, d = facts["heads"], facts["queries"], facts["d"]
     lanes = f.shape.lanes
-    room = f.b.and_(f.add(facts["keys"], lanes - 1), f.const(-lanes))
-    weights = f.b.ptrtoint(f.b.alloca(F32, room), I64)
+    weights = f.b.ptrtoint(f.b.alloca(F32, f.add(facts["most"], lanes)), I64)
     with f.loop(first, last) as unit:
         row, head = f.b.sdiv(unit, heads), f.b.srem(unit, heads)
         own = f.add(
@@ -153,6 +152,8 @@ def _attend(f: Function) -> None:
             f.times(f.b.sdiv(head, facts["group"]), facts["k_head"]),
         )
         keys, values = (f.add(each, f.times(own, 4)) for each in (k, v))
+        facts["keys"] = rows.seen_by(f, told, row)
+        room = f.b.and_(f.add(facts["keys"], lanes - 1), f.const(-lanes))
         with f.loop(f.const(0), queries) as number:
             at = f.add(
                 f.times(row, facts["q_row"]),

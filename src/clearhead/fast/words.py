@@ -14,6 +14,8 @@ from clearhead.fast.formats import GROUP
 
 F32, I8, I16, I32, I64 = ir.FloatType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))
 POINTER, VOID = ir.PointerType(), ir.VoidType()
+STRIP = 4  # rows of W that are worked on together
+LINE = 64  # bytes that the memory delivers at once
 MAGIC = 3 << 22  # from here to 2^24, fp32 has the whole numbers alone
 BYTES = {"fp32": 4.0, "bf16": 2.0, "int4": 0.5}  # of a weight; int8 has blocks of its own
 
@@ -28,8 +30,10 @@ class Shape:
     """Rows of x in a tile: rows x 4 accumulators, and what they are made of, fit the registers."""
     direct: int
     """Up to so many rows of x, packed weights are not unpacked into a buffer first."""
-    dot: Literal["vnni", "madd", "plain"] = "plain"
-    """How bytes are multiplied: four in a lane at once, two, or each by itself."""
+    dot: Literal["vnni", "sign", "plain"] = "plain"
+    """How four bytes in a lane are multiplied and added: at once, in steps, or each by itself."""
+    tile: int = 6
+    """Rows of x in a tile of `panels`: rows x 2 accumulators, and 3 registers more."""
 
 
 class Function:
@@ -106,10 +110,12 @@ class Function:
     def floats(self, address: Any) -> Any:
         return self.load(address, self.vector, 4)
 
-    def ask_for(self, address: Any) -> None:
-        """Let the memory fetch a line of which nothing is needed yet; any address is allowed."""
+    def ask_for(self, address: Any, far: bool = False) -> None:
+        """Let the memory fetch a line of which nothing is needed yet, into the nearest cache or
+        (far) the next one; any address is allowed.
+        """
         call = self.outside("llvm.prefetch.p0", VOID, [POINTER, I32, I32, I32])
-        read, near, data = (ir.Constant(I32, value) for value in (0, 3, 1))
+        read, near, data = (ir.Constant(I32, value) for value in (0, 2 if far else 3, 1))
         self.b.call(call, [self.b.inttoptr(address, POINTER), read, near, data])
 
     # -- vectors

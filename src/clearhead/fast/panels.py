@@ -1,0 +1,185 @@
+"""The same products for many rows of x: bound by arithmetic, not by memory.
+
+    W [n, k]   a panel: 2 vectors of rows, turned      x [m, k]   a tile of some rows
+    k0: row 0 1 2 ... 15                               row 0: k0 k1 ...
+    k1: row 0 1 2 ... 15                               row 1: k0 k1 ...      sums: rows x 2 vectors
+
+A number of x is spread over the lanes and multiplied with the weights of as many outputs, so that
+nothing is added across lanes, and each load is used several times. Weights lie in rows, as the
+network has them: a panel is turned (and unpacked) into a buffer in the nearest caches, once for
+some dozens of rows of x, while the memory fetches the next one. To lay them so once and for all
+would be 5 % quicker, and take their memory again.
+
+Differs from a library's product: a row of x goes through the same additions however many rows there
+are above `formats.MANY`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+from clearhead.fast.formats import GROUP
+from clearhead.fast.groups import unpacked
+from clearhead.fast.words import F32, I64, LINE, STRIP, Function
+
+VECTORS = 2  # of outputs in a panel
+DEPTH = 512  # weights of a row that are turned at a time
+HEIGHT = 144  # rows of x, at most, that pass over a panel: they stay in the second cache
+SQUARE = 8  # rows and columns that are turned at a time
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """Some columns of the output, and a part of the depth."""
+
+    turned: Any
+    """Where its weights are, [depth, columns]."""
+    first: Any
+    """Where the part begins in a row of x."""
+    depth: Any
+    """How long it is."""
+    start: Any
+    """Where the outputs of row 0 of x are, or what stands for them."""
+    row: Any
+    """Bytes from a row of outputs to the next."""
+    bias: Any
+    """What sums begin with."""
+
+
+def write_panels(f: Function) -> None:
+    """The product for the strips from `first` to before `last`."""
+    _, w, scales, bias, out, m, n, k, first, last = f.args
+    columns = VECTORS * f.shape.lanes
+    turned, beside, begin = (
+        _room(f, count) for count in (DEPTH * columns, HEIGHT * columns, columns)
+    )
+    left = f.times(first, STRIP)
+    right = f.least(f.times(last, STRIP), n)
+    floors = f.b.sdiv(f.add(m, HEIGHT - 1), f.const(HEIGHT))
+    with f.loop(f.const(0), floors) as floor, f.loop(f.const(0), k, DEPTH) as deep:
+        top, end = (f.b.sdiv(f.times(m, f.add(floor, i)), floors) for i in (0, 1))
+        rows = f.b.sub(end, top)
+        depth = f.least(f.b.sub(k, deep), f.const(DEPTH))
+        with f.loop(left, right, columns) as column:
+            count = f.least(f.b.sub(right, column), f.const(columns))
+            at = f.add(f.times(column, k), deep)
+            own = f.add(w, f.size(at)), f.add(scales, f.times(f.groups(at), 4))
+            _turn(f, own, count, depth, turned)
+            with f.loop(f.const(0), count) as i:
+                one = f.load(f.add(bias, f.times(f.add(column, i), 4)), F32, 4)
+                f.store(one, f.add(begin, f.times(i, 4)))
+            # A panel that is not full has its sums beside, and gives what it has at the end.
+            full = f.b.icmp_signed("==", count, f.const(columns))
+            to = f.add(out, f.times(f.add(f.times(top, n), column), 4))
+            place = f.b.select(full, to, beside)
+            step = f.times(f.b.select(full, n, f.const(columns)), 4)
+            later = f.add(w, f.size(f.add(at, f.times(k, columns))))
+            panel = _Panel(turned, f.add(deep, f.times(top, k)), depth, place, step, begin)
+            _tiles(f, panel, rows, f.b.icmp_signed("==", deep, f.const(0)), later)
+            done = f.b.icmp_signed(">=", f.add(deep, DEPTH), k)
+            with f.b.if_then(f.b.and_(done, f.b.not_(full))):
+                _give(f, beside, to, (rows, count, columns))
+
+
+def _room(f: Function, count: int) -> Any:
+    """So many numbers on the stack, at the start of a line."""
+    place = f.b.alloca(F32, f.const(count))
+    place.align = LINE
+    return f.b.ptrtoint(place, I64)
+
+
+def _give(f: Function, beside: Any, out: Any, sizes: tuple[Any, Any, int]) -> None:
+    """The outputs of a panel that is not full to their places."""
+    rows, count, columns = sizes
+    width = f.args[6]
+    with f.loop(f.const(0), rows) as i, f.loop(f.const(0), count) as j:
+        one = f.load(f.add(beside, f.times(f.add(f.times(i, columns), j), 4)), F32, 4)
+        f.store(one, f.add(out, f.times(f.add(f.times(i, width), j), 4)))
+
+
+# --- panels ---
+
+
+def _turn(f: Function, own: tuple[Any, Any], count: Any, depth: Any, to: Any) -> None:
+    """Rows of W as columns in fp32; where rows are missing the last one stands again."""
+    w, scales = own
+    row, columns, last = f.args[7], VECTORS * f.shape.lanes, f.add(count, -1)
+    which = [f.times(row, f.least(f.const(i), last)) for i in range(columns)]
+    rows = [(f.add(w, f.size(i)), f.add(scales, f.times(f.groups(i), 4))) for i in which]
+    with f.loop(f.const(0), depth, GROUP) as k:
+        for part, first in product(range(GROUP // SQUARE), range(0, columns, SQUARE)):
+            # Of every group a part at a time: LLVM drops the others, and registers do.
+            eight = [_eights(f, *one, k)[part] for one in rows[first : first + SQUARE]]
+            for i, vector in enumerate(_transposed(f, eight)):
+                place = f.times(f.add(k, SQUARE * part + i), columns)
+                f.store(vector, f.add(to, f.times(f.add(place, first), 4)))
+
+
+def _eights(f: Function, w: Any, scales: Any, k: Any) -> list[Any]:
+    """A group of weights in fp32, eight to a vector."""
+    parts = range(0, f.shape.lanes, SQUARE)
+    vectors = unpacked(f, w, scales, k)
+    return [f.shuffle(v, v, list(range(i, i + SQUARE))) for v in vectors for i in parts]
+
+
+def _transposed(f: Function, rows: list[Any]) -> list[Any]:
+    """Eight vectors of eight, columns as rows: pairs change places, then fours, then halves."""
+    for size in (1, 2, 4):
+        low = [i for i in range(SQUARE) if not i & size]
+        for i in low:
+            first, second = rows[i], rows[i + size]
+            # lane j of `first` stays where j has no `size` in it, else it goes to `second`
+            near = [j if not j & size else SQUARE + j - size for j in range(SQUARE)]
+            far = [j + size if not j & size else SQUARE + j for j in range(SQUARE)]
+            rows[i], rows[i + size] = f.shuffle(first, second, near), f.shuffle(first, second, far)
+    return rows
+
+
+# --- tiles ---
+
+
+def _tiles(f: Function, panel: _Panel, rows: Any, begins: Any, later: Any) -> None:
+    """All rows of x over a panel, in tiles as even as can be; each asks for a part of the next
+    panel.
+    """
+    most = f.shape.tile
+    count = f.b.sdiv(f.add(rows, most - 1), f.const(most))
+    columns = VECTORS * f.shape.lanes
+    with f.loop(f.const(0), count) as number:
+        first, last = (f.b.sdiv(f.times(rows, f.add(number, i)), count) for i in (0, 1))
+        asked = [f.b.sdiv(f.times(f.add(number, i), columns), count) for i in (0, 1)]
+        with f.loop(*asked) as i:
+            row = f.add(later, f.size(f.times(f.args[7], i)))
+            with f.loop(f.const(0), f.size(panel.depth), LINE) as line:
+                f.ask_for(f.add(row, line), far=True)
+        cases = {n: partial(_tile, f, n, first, panel, begins) for n in range(1, most + 1)}
+        f.choose(f.b.sub(last, first), cases, lambda: None)
+
+
+def _tile(f: Function, rows: int, first: Any, panel: _Panel, begins: Any) -> None:
+    """Sums of `rows` rows of x from `first` on: begun with the bias, or gone on with."""
+    lanes, depth = f.shape.lanes, f.args[7]
+    xs = [
+        f.add(f.args[0], f.times(f.add(panel.first, f.times(f.add(first, i), depth)), 4))
+        for i in range(rows)
+    ]
+    outs = [f.add(panel.start, f.times(f.add(first, i), panel.row)) for i in range(rows)]
+    steps = [4 * lanes * j for j in range(VECTORS)]
+    sums = [[f.variable(f.vector) for _ in steps] for _ in xs]
+    for out, own in zip(outs, sums, strict=True):
+        before = f.b.select(begins, panel.bias, out)
+        for step, place in zip(steps, own, strict=True):
+            f.b.store(f.floats(f.add(before, step)), place)
+    with f.loop(f.const(0), panel.depth) as k:
+        at = f.add(panel.turned, f.times(k, 4 * lanes * VECTORS))
+        ws = [f.floats(f.add(at, step)) for step in steps]
+        for x, own in zip(xs, sums, strict=True):
+            number = f.everywhere(f.load(f.add(x, f.times(k, 4)), F32, 4))
+            for w, place in zip(ws, own, strict=True):
+                f.b.store(f.fma(number, w, f.b.load(place, typ=f.vector)), place)
+    for out, own in zip(outs, sums, strict=True):
+        for step, place in zip(steps, own, strict=True):
+            f.store(f.b.load(place, typ=f.vector), f.add(out, step))
