@@ -42,10 +42,10 @@ demo: $(READY) ## train a model on Python's own manual for two minutes, sample f
 
 # Two workers with one thread each finish earlier than one worker with two: the tests are tiny.
 test: $(READY) ## run the fast tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 test-all: $(READY) ## run all tests, the slow ones too
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m ''
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m ''
 
 check: $(READY) ## lint, format and types, as CI does
 	$(BIN)/ruff check .

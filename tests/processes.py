@@ -109,7 +109,23 @@ class Result:
         return found
 
 
-def run(
+@contextlib.contextmanager
+def precision(double: bool):
+    """Networks that are made within compute in fp64, if they shall."""
+    torch.set_default_dtype(torch.float64 if double else torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def run(recipe: dict[str, Any], *more: Any, double: bool = False, **settings: Any) -> Result:
+    """Train, and tell what happened; `double`: in fp64, where the order of sums is no matter."""
+    with precision(double):
+        return train(recipe, *more, **settings)
+
+
+def train(
     recipe: dict[str, Any],
     out: Path | None = None,
     resume: bool = False,
@@ -119,7 +135,7 @@ def run(
     die: int | None = None,
     again: bool = False,
 ) -> Result:
-    """Train, and tell what happened.
+    """The same in the present precision.
 
     `stop`: the last process asks for the end at this step; `leave`: the loop is left there without
     a word, as by a kill; `poison`: steps whose loss is not a number in the last process; `die`: the
