@@ -40,12 +40,13 @@ demo: $(READY) ## train a model on Python's own manual for two minutes, sample f
 	@echo "  clearhead walk                       one attention head with all its numbers"
 	@echo "  clearhead show runs/demo             where its parameters are"
 
-# Two workers with one thread each finish earlier than one worker with two: the tests are tiny.
+# Two workers with one thread each finish earlier than one worker with two: the tests are tiny. A file
+# stays with its worker, so that what its tests share is made once.
 test: $(READY) ## run the fast tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-all: $(READY) ## run all tests, the slow ones too
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m ''
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m ''
 
 check: $(READY) ## lint, format and types, as CI does
 	$(BIN)/ruff check .

@@ -22,9 +22,6 @@ from clearhead.training.world import launch
 from processes import Result, digest, recipe, run, spawn
 from test_resume import pairs
 
-# One worker takes them all: what two processes give is made once.
-pytestmark = pytest.mark.xdist_group("distributed")
-
 STILL = {"model.dropout": 0.0}  # dice are thrown by process, so dropout is not that of one
 SHARD = {"train.machine.shard": True}
 EMA = {"train.average": {"kind": "ema", "decay": 0.9}}

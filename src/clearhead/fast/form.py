@@ -80,7 +80,7 @@ def _lay_in_rows(net: Net) -> None:
             module.weight.data = module.weight.data.contiguous()
 
 
-def _packed(layers: dict[str, nn.Linear], form: Form) -> Iterator[_Layer]:
+def _packed(layers: dict[str, Any], form: Form) -> Iterator[_Layer]:
     """Every layer in its form."""
     for name, linear in list(layers.items()):
         own, weight = _own_form(name, form), linear.weight
@@ -88,7 +88,7 @@ def _packed(layers: dict[str, nn.Linear], form: Form) -> Iterator[_Layer]:
         yield name, own, (weight, none) if own == "fp32" else pack(weight, own)
 
 
-def _rounded(net: Net, layers: dict[str, nn.Linear], text: Tensor) -> Iterator[_Layer]:
+def _rounded(net: Net, layers: dict[str, Any], text: Tensor) -> Iterator[_Layer]:
     """The layers of int4, rounded for this text."""
     ours = dict(_linears(net))
     chosen = [

@@ -40,6 +40,7 @@ def scale(f: Function, scales: Any, index: Any) -> tuple[Any, Any]:
 
 
 def scaled(f: Function) -> bool:
+    """Whether groups have a scale of their own."""
     return f.form == "int4"
 
 

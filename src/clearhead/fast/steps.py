@@ -22,7 +22,7 @@ from llvmlite import ir
 
 from clearhead.fast import emit, rows
 from clearhead.fast.compile import FACTS
-from clearhead.fast.words import F32, I32, I64, Function, Shape
+from clearhead.fast.words import F32, I32, I64, LINE, Function, Shape
 
 POINTWISE = ("gelu_tanh", "quick_gelu", "silu", "gelu", "relu")
 NAMES = ("attend", *POINTWISE, *rows.BODIES)
@@ -160,22 +160,26 @@ def _attend(f: Function) -> None:
                 f.times(head, facts["q_head"]),
                 f.times(number, facts["q_query"]),
             )
-            most = _scores(f, (f.add(q, f.times(at, 4)), keys, weights), facts, scale)
+            most = _scores(f, (f.add(q, f.times(at, 4)), keys, values, weights), facts, scale)
             total = _exponents(f, weights, most, facts["keys"], room)
             to = f.add(f.times(f.add(f.times(row, queries), number), heads), head)
             ends = weights, values, f.add(out, f.times(f.times(to, d), 4))
             _weighted_sum(f, ends, total, facts)
 
 
-def _scores(f: Function, places: tuple[Any, Any, Any], facts: dict[str, Any], scale: Any) -> Any:
+def _scores(f: Function, places: tuple[Any, ...], facts: dict[str, Any], scale: Any) -> Any:
     """q . k * scale for every key, some keys at a time, and the largest of them."""
-    q, keys, weights = places
+    q, keys, values, weights = places
+    apart = f.b.sub(values, keys)
     most = f.variable(F32, ir.Constant(F32, -math.inf))
 
     def some(first: Any, count: int) -> None:
         step = f.times(facts["k_key"], 4)
         at = [f.add(keys, f.times(step, f.add(first, j))) for j in range(count)]
         totals = [f.variable(f.vector) for _ in at]
+        with f.loop(f.const(0), f.times(facts["d"], 4), LINE) as line:
+            for key in at:  # its value is needed as soon as all scores are there
+                f.ask_for(f.add(key, apart, line))
         with f.loop(f.const(0), facts["d"], f.shape.lanes) as i:
             asked = f.floats(f.add(q, f.times(i, 4)))
             for key, total in zip(at, totals, strict=True):
