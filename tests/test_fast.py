@@ -22,13 +22,14 @@ from clearhead.fast.formats import (
     FORMS,
     GROUP,
     MANY,
+    READ,
     as_read,
     pack,
     scratch_bytes,
     stored_as,
     unpack,
 )
-from clearhead.fast.linear import FastEmbedding, FastLinear
+from clearhead.fast.linear import MOST, FastEmbedding, FastLinear
 from clearhead.fast.rounding import draw_text, round_to_int4
 from clearhead.fast.words import Shape
 from clearhead.models.base import EncoderDecoder
@@ -40,8 +41,8 @@ llvm.initialize_native_asmprinter()
 PACKED = FORMS[1:]
 SIZES = {"vocab_size": 37, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_len": 64}
 OTHERS = [
-    Shape(lanes, 3, 2, dot)
-    for lanes, dot in ((8, "plain"), (8, "sign"), (8, "vnni"), (16, "sign"), (16, "plain"))
+    *(Shape(8, 3, 2, dot) for dot in ("plain", "sign", "vnni")),
+    *(Shape(16, 4, 4, dot, 12) for dot in ("sign", "plain")),
 ]
 SHAPES = [(4, 32), (7, 64), (130, 96), (9, 2 * 1024 + 32)]  # rows of W, and their length
 
@@ -112,7 +113,7 @@ def test_int4_finds_a_better_range_than_the_widest():
 def test_a_compiled_product_is_its_slow_twin(form, n, k):
     fast = layer(form, n, k)
     assert fast.here
-    for rows in (*range(1, 10), 13, MANY, MANY + 1, 130):
+    for rows in (*range(1, 10), 13, MANY, MANY + 1, 145, 300, MOST):
         x = torch.randn(rows, k)
         expected = fast.plain(x)
         scale = float(expected.abs().max())
@@ -127,21 +128,34 @@ def test_fp32_is_torch_s_product_and_a_row_does_not_depend_on_the_others():
         close(fast(x), linear(x))
         alone = torch.cat([fast(row) for row in x.split(1)])
         assert all(fast(x[:rows]).equal(alone[:rows]) for rows in (2, 3, 5, 8, MANY))
+        many = torch.randn(400, 96)  # more rows have additions of their own
+        close(fast(many), linear(many))
+        assert all(fast(many[:rows]).equal(fast(many)[:rows]) for rows in (MANY + 1, 145, 300))
+
+
+def test_long_sums_are_as_exact_as_torch_s():
+    """Parts of a sum are added up: a single chain of so many numbers would lose a digit."""
+    weight, x = torch.rand(40, 11008), torch.rand(70, 11008)
+    fast = FastLinear("fp32", 11008, *pack(weight, "fp32"), None)
+    exact = x.double() @ weight.double().T
+    off = [float((y - exact).norm() / exact.norm()) for y in (fast(x), F.linear(x, weight))]
+    assert off[0] < 4 * off[1]
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_threads_share_the_work_and_not_the_result(form):
-    fast, x = layer(form, 77, 64), torch.randn(5, 64)
-    weight, scales, bias = fast.tensors
-    given = [tensor.data_ptr() for tensor in (x, weight, scales, bias)]
-    scratch = torch.empty(scratch_bytes(5, 64), dtype=torch.uint8)
-    found = []
-    for threads in (1, 2, 3, 40):
-        out = torch.full((5, 77), torch.nan)
-        ends = (5, 77, 64, threads, scratch.data_ptr())
-        compiled.product(form).run(*given, out.data_ptr(), *ends)
-        found.append(out)
-    assert all(out.equal(found[0]) for out in found)
+    fast = layer(form, 77, 64)
+    for rows in (5, 40, 150):
+        x = torch.randn(rows, 64)
+        given = [tensor.data_ptr() for tensor in (x, *fast.tensors)]
+        scratch = torch.empty(scratch_bytes(rows, 64), dtype=torch.uint8)
+        found = []
+        for threads in (1, 2, 3, 40):
+            out = torch.full((rows, 77), torch.nan)
+            ends = (rows, 77, 64, threads, scratch.data_ptr())
+            compiled.product(form).run(*given, out.data_ptr(), *ends)
+            found.append(out)
+        assert all(out.equal(found[0]) for out in found)
 
 
 @pytest.mark.parametrize("shape", OTHERS, ids=lambda s: f"{s.lanes}-{s.dot}")
@@ -158,8 +172,8 @@ def test_code_for_other_processors_is_right_too(form, shape):
         features=features.flatten(), opt=2
     )
     other = compiled.loaded(form, compiled.compiled_code(form, shape, machine))
-    fast, scratch = layer(form, 11, 320), torch.empty(scratch_bytes(70, 320), dtype=torch.uint8)
-    for rows in (1, 2, 3, 4, 7, 70):
+    fast, scratch = layer(form, 11, 320), torch.empty(scratch_bytes(150, 320), dtype=torch.uint8)
+    for rows in (1, 2, 3, 4, 7, 150):
         x, out = torch.randn(rows, 320), torch.empty(rows, 11)
         given = [tensor.data_ptr() for tensor in (x, *fast.tensors, out)]
         other.run(*given, rows, 11, 320, 1, scratch.data_ptr())
@@ -171,7 +185,7 @@ def test_x_is_rounded_in_groups_and_sums_of_whole_numbers_are_exact():
     """Numbers that are whole already lose nothing, whatever the processor."""
     fast = FastLinear("int8", 512, *pack(torch.randint(-127, 128, (8, 512)).float(), "int8"), None)
     x = torch.randint(-127, 128, (5, 512)).float()
-    x[:, ::64] = 127.0  # every group has the scale 1, and so has every row of W
+    x[:, ::READ] = 127.0  # every group has the scale 1, and so has every row of W
     fast.scales.fill_(1.0)
     whole = unpack(*fast.tensors[:2], "int8", 512)
     assert fast(x).double().equal(x.double() @ whole.double().T)

@@ -270,7 +270,7 @@ def test_a_bad_step_changes_nothing(tmp_path):
     assert math.isfinite(next(steps).loss)
 
 
-@pytest.mark.parametrize("name", ["dropout", "fp16"])
+@pytest.mark.parametrize("name", ["dropout", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_bad_steps_are_part_of_what_is_taken_up(tmp_path, name):
     settings, poison = changed(tmp_path, name), (2, 4, 5, 6, 7, 9)
     whole = run(settings, poison=poison)

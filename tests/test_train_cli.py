@@ -161,7 +161,11 @@ def wait_for_step(folder: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "term"]
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGINT, 130, id="ctrl-c"),
+        pytest.param(signal.SIGTERM, 143, id="term", marks=pytest.mark.slow),
+    ],
 )
 def test_interrupted_and_resumed_is_the_run_that_never_stopped(home, capsys, number, code):
     # More steps than a signal can miss; the uninterrupted one runs here meanwhile.

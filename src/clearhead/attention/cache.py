@@ -144,6 +144,9 @@ class State:
             if isinstance(value, Tensor):
                 setattr(self, name, value.index_select(0, rows))
 
+    def settle(self) -> None:
+        """Make ready what came with this call, before somebody writes into it from outside."""
+
     @property
     def nbytes(self) -> int:
         """Bytes held."""

@@ -21,6 +21,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from clearhead.attention.dropout import draws_here, drop
+from clearhead.attention.short import attend_short, suits
 from clearhead.attention.view import View, merge
 from clearhead.config import Spec
 from clearhead.errors import require
@@ -86,7 +87,10 @@ class Softmax(Kernel):
         if self.training and self.dropout and draws_here(q):
             # With dropout PyTorch writes the pattern down too on a CPU, and draws slowly.
             return super().forward(q, k, v, view, bias)
-        causal = view.plain == "causal" and bias is None and view.bias is None
+        plain = bias is None and view.bias is None
+        if plain and not (self.training and self.dropout) and suits(q, k):
+            return attend_short(q, k, v, view.booleans(), self.scale)
+        causal = view.plain == "causal" and plain
         return F.scaled_dot_product_attention(
             q,
             k,

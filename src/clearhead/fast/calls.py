@@ -39,7 +39,9 @@ Sublayer = Callable[[Tensor, Tensor], None]  # from where, to where
 class Calls:
     """The calls of a step, for one cache."""
 
-    def __init__(self, stack: Stack, cache: Cache, marks: tuple[Any, ...]) -> None:
+    def __init__(
+        self, stack: Stack, cache: Cache, marks: tuple[Any, ...], lengths: array[int] | None
+    ) -> None:
         self.marks, self.rows, self.threads = marks, cache.rows, compiled.threads()
         self.steps = compiled.steps()
         self.list = array("q")
@@ -48,13 +50,13 @@ class Calls:
         self.attending: list[int] = []  # where the threads of attention to the past stand
         self.known: list[int] = []  # where keys and values were
         self.turns: dict[int, tuple[Tensor, Tensor]] = {}  # the angles of each kind of layer
-        self._make_places(stack, cache)
+        self._make_places(stack, cache, lengths)
         for i, block in enumerate(stack.blocks):
             self._block(block, i, stack.kinds[i % len(stack.kinds)].rotary, cache.states[i])
         if stack.norm is not None:
             self._norm(stack.norm, self.stream, self.stream)
 
-    def _make_places(self, stack: Stack, cache: Cache) -> None:
+    def _make_places(self, stack: Stack, cache: Cache, lengths: array[int] | None) -> None:
         """Room for the stream, for what stands beside it, and the facts that attention is told."""
         first = stack.blocks[0]
         self.width = first.self_attn.q_proj.in_features
@@ -77,9 +79,8 @@ class Calls:
             for block, state, _ in zip(stack.blocks, cache.states, stack.kinds, strict=False)
         ]
         self.sources: Any = None
-        if cache.cross and cache.memory is not None:
-            beams, lengths = self.rows // cache.memory.rows, row_lengths(cache.memory)
-            assert lengths is not None
+        if lengths is not None and cache.memory is not None:
+            beams = self.rows // cache.memory.rows
             self.kept += [cache.memory, lengths]
             self.sources = _facts(first.cross_attn, cache.cross[0], lengths, beams)
 

@@ -12,12 +12,13 @@ first, which stays in the nearest cache while all tiles of x pass over it. What 
 strips later is asked for in time: without that half of the bandwidth is reached, since a
 processor looks ahead by instructions and not by bytes.
 
-Every row of x goes through the same additions in the same order however many rows there are, so
-that in fp32 a text does not depend on the texts beside it.
+Up to `formats.MANY` rows, every row of x goes through the same additions in the same order however
+many there are, so that in fp32 a text does not depend on the texts beside it; from there on it does
+in `panels`.
 
 A loop in Python through numba was measured, too: its compiler takes vectors of half the width where
 there are wider ones, cannot keep the sums of groups in vectors, and costs half a second at every
-start, against some hundredths for LLVM alone.
+start, against about a tenth for LLVM alone.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ MANY = 32  # rows of x; up to here products take W in strips, from there on in p
 # int8: the number that is added to codes; numbers of x that share a scale; rows of a block, and
 # weights of each that stand together; what the length of a row is filled up to a multiple of.
 OFFSET, READ, BESIDE, QUAD, WIDTH = 128, 64, 64, 4, 64
+assert WIDTH % READ == 0  # no group of x goes over the end of a row
 TINY = 1e-30  # a group of x without a larger number is 0: 127 / it would not be finite
 BLOCK = 2**22  # weights that are worked on at a time
 

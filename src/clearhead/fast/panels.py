@@ -11,7 +11,7 @@ some dozens of rows of x, while the memory fetches the next one. To lay them so 
 would be 5 % quicker, and take their memory again.
 
 Differs from a library's product: a row of x goes through the same additions however many rows there
-are above `formats.MANY`.
+are, from `formats.MANY` up to `linear.MOST`, where torch's product takes over.
 """
 
 from __future__ import annotations
@@ -107,22 +107,16 @@ def _turn(f: Function, own: tuple[Any, Any], count: Any, depth: Any, to: Any) ->
     """Rows of W as columns in fp32; where rows are missing the last one stands again."""
     w, scales = own
     row, columns, last = f.args[7], VECTORS * f.shape.lanes, f.add(count, -1)
-    which = [f.times(row, f.least(f.const(i), last)) for i in range(columns)]
-    rows = [(f.add(w, f.size(i)), f.add(scales, f.times(f.groups(i), 4))) for i in which]
+    starts = [f.times(row, f.least(f.const(i), last)) for i in range(columns)]
+    rows = [(f.add(w, f.size(i)), f.add(scales, f.times(f.groups(i), 4))) for i in starts]
+    eights = f.in_vectors_of(SQUARE)
     with f.loop(f.const(0), depth, GROUP) as k:
         for part, first in product(range(GROUP // SQUARE), range(0, columns, SQUARE)):
-            # Of every group a part at a time: LLVM drops the others, and registers do.
-            eight = [_eights(f, *one, k)[part] for one in rows[first : first + SQUARE]]
-            for i, vector in enumerate(_transposed(f, eight)):
+            which = range(part, part + 1)
+            square = [unpacked(eights, *one, k, which)[0] for one in rows[first : first + SQUARE]]
+            for i, vector in enumerate(_transposed(f, square)):
                 place = f.times(f.add(k, SQUARE * part + i), columns)
                 f.store(vector, f.add(to, f.times(f.add(place, first), 4)))
-
-
-def _eights(f: Function, w: Any, scales: Any, k: Any) -> list[Any]:
-    """A group of weights in fp32, eight to a vector."""
-    parts = range(0, f.shape.lanes, SQUARE)
-    vectors = unpacked(f, w, scales, k)
-    return [f.shuffle(v, v, list(range(i, i + SQUARE))) for v in vectors for i in parts]
 
 
 def _transposed(f: Function, rows: list[Any]) -> list[Any]:
@@ -160,7 +154,9 @@ def _tiles(f: Function, panel: _Panel, rows: Any, begins: Any, later: Any) -> No
 
 
 def _tile(f: Function, rows: int, first: Any, panel: _Panel, begins: Any) -> None:
-    """Sums of `rows` rows of x from `first` on: begun with the bias, or gone on with."""
+    """Sums of `rows` rows of x from `first` on, added to the bias or to those of the parts before:
+    a chain of additions is no longer than a part.
+    """
     lanes, depth = f.shape.lanes, f.args[7]
     xs = [
         f.add(f.args[0], f.times(f.add(panel.first, f.times(f.add(first, i), depth)), 4))
@@ -169,10 +165,6 @@ def _tile(f: Function, rows: int, first: Any, panel: _Panel, begins: Any) -> Non
     outs = [f.add(panel.start, f.times(f.add(first, i), panel.row)) for i in range(rows)]
     steps = [4 * lanes * j for j in range(VECTORS)]
     sums = [[f.variable(f.vector) for _ in steps] for _ in xs]
-    for out, own in zip(outs, sums, strict=True):
-        before = f.b.select(begins, panel.bias, out)
-        for step, place in zip(steps, own, strict=True):
-            f.b.store(f.floats(f.add(before, step)), place)
     with f.loop(f.const(0), panel.depth) as k:
         at = f.add(panel.turned, f.times(k, 4 * lanes * VECTORS))
         ws = [f.floats(f.add(at, step)) for step in steps]
@@ -181,5 +173,7 @@ def _tile(f: Function, rows: int, first: Any, panel: _Panel, begins: Any) -> Non
             for w, place in zip(ws, own, strict=True):
                 f.b.store(f.fma(number, w, f.b.load(place, typ=f.vector)), place)
     for out, own in zip(outs, sums, strict=True):
+        before = f.b.select(begins, panel.bias, out)
         for step, place in zip(steps, own, strict=True):
-            f.store(f.b.load(place, typ=f.vector), f.add(out, step))
+            total = f.b.fadd(f.b.load(place, typ=f.vector), f.floats(f.add(before, step)))
+            f.store(total, f.add(out, step))

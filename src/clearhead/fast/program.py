@@ -5,14 +5,17 @@ third of the time of a large one in few bits. So for the steps of a decode (one 
 calls are written into a list (`calls`), which compiled code works off (`rows.run`). The list is
 kept for its cache, and written anew when weights are not where they were.
 
-Whatever is not so (several tokens, a window, somebody who listens at a tap or by a hook, a part
-that is not known here) goes the ordinary way, block by block: that is the slow twin. Modules that
+Whatever is not so (several tokens, a window, rows with gaps, sources that do not stand at their
+start, more than 8 beams of one, somebody who listens at a tap or by a hook, a part that is not
+known here) goes the ordinary way, block by block: that is the slow twin. Modules that
 are exchanged inside a network that has a program are not noticed by lists that were written before:
 make its run-time form anew.
 """
 
 from __future__ import annotations
 
+import weakref
+from array import array
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -44,6 +47,7 @@ class Program:
         self.stack = stack
         self._watched: tuple[list[Any], list[Any], list[Any]] | None = None  # taps, hooks, norms
         self._lists: WeakKeyDictionary[Cache, Calls] = WeakKeyDictionary()
+        self._sources: tuple[Any, array[int] | None] = (None, None)  # the last memory, its lengths
 
     def __call__(
         self, x: Tensor, at: Positions, cache: Cache, memory: Memory | None
@@ -59,7 +63,7 @@ class Program:
             or not x.is_cpu
             or x.dtype != torch.float32
             or (torch.is_grad_enabled() and x.requires_grad)
-            or not _known_sources(memory, cache, self.stack)
+            or not self._known_sources(memory, cache)
             or self._heard()
         ):
             return None
@@ -72,11 +76,28 @@ class Program:
             self._watched = None  # modules may be others
             if self._heard() or not self._can_write(cache):
                 return None
-            known = self._lists[cache] = Calls(self.stack, cache, self._marks(cache))
+            lengths = self._sources[1]
+            known = self._lists[cache] = Calls(self.stack, cache, self._marks(cache), lengths)
         cache.begin(at)
         for state in cache.states:
-            state.settle()  # type: ignore[attr-defined]
+            state.settle()
         return known.run(x, seen, cache)
+
+    def _known_sources(self, memory: Memory | None, cache: Cache) -> bool:
+        """Whether the keys of all sources are known, and stand at their start; or there is none to
+        be seen.
+        """
+        looks = self.stack.blocks[0].cross_attn is not None
+        if memory is None or not looks:
+            self._sources = (None, None)
+            return memory is None and not looks
+        if not cache.cross or any(state.k is None for state in cache.cross):
+            return False
+        if cache.rows // memory.rows > QUERIES or memory.at.length > KEYS:
+            return False
+        if self._sources[0] is None or self._sources[0]() is not memory:
+            self._sources = weakref.ref(memory), row_lengths(memory)
+        return self._sources[1] is not None
 
     def _heard(self) -> bool:
         """Whether somebody looks into the blocks."""
@@ -96,7 +117,6 @@ class Program:
             _known_stack(self.stack)
             and all(linear.here for linear in linears)
             and all(_plain(state) for state in (*cache.states, *cache.cross))
-            and (cache.memory is None or row_lengths(cache.memory) is not None)
             and all(_here(weight) for weight in self._norm_weights())
         )
 
@@ -132,19 +152,10 @@ def _seen(at: Positions, cache: Cache) -> list[int] | None:
     new = at.pos.expand(cache.rows, -1)[:, 0].tolist()
     if at.holes or tuple(new) != cache.ends:
         return None
-    if any((slots.where >= 0).sum(dim=1).tolist() != new for slots in cache.kinds):
+    filled = [(slots.where[:, : slots.used] >= 0).sum(dim=1).tolist() for slots in cache.kinds]
+    if any(counts != new for counts in filled):
         return None
     return [position + 1 for position in new]
-
-
-def _known_sources(memory: Memory | None, cache: Cache, stack: Stack) -> bool:
-    """Whether the keys of all sources are known; or there is none to be seen."""
-    looks = stack.blocks[0].cross_attn is not None
-    if memory is None or not looks:
-        return memory is None and not looks
-    ready = bool(cache.cross) and all(state.k is not None for state in cache.cross)
-    few = cache.rows // memory.rows <= QUERIES and memory.at.length <= KEYS
-    return ready and few
 
 
 def _plain(state: Any) -> bool:

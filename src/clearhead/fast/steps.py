@@ -3,7 +3,7 @@
 A step of decoding asks few queries of many keys, and PyTorch's fused attention is made for many
 queries; its tanh takes five times as long as it must.
 
-    attend                          softmax(q k^T scale) v, everybody sees everybody
+    attend                          softmax(q k^T scale) v, a row sees its first keys
     gelu_tanh, quick_gelu, silu     x / (1 + exp(-u)), u a polynomial of x
     gelu, relu                      for `calls`; elsewhere PyTorch's own are as quick
 

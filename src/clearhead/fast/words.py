@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from llvmlite import ir
@@ -92,6 +92,12 @@ class Function:
         """The same function, which now takes its weights for some of this form."""
         new = copy.copy(self)
         new.form = form
+        return new
+
+    def in_vectors_of(self, lanes: int) -> Function:
+        """The same function, whose vectors now have so many lanes."""
+        new = copy.copy(self)
+        new.shape, new.vector = replace(self.shape, lanes=lanes), ir.VectorType(F32, lanes)
         return new
 
     def least(self, x: Any, y: Any) -> Any:
