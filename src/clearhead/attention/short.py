@@ -3,8 +3,9 @@
     pattern = softmax(q k^T * scale), out = pattern v
 
 PyTorch's fused kernel computes the weights again in its backward pass, in blocks that are larger
-than a sentence. Where the weights are few it takes less time to keep them. The slow twin is
-`softmax.Kernel.forward`, of which autograd remembers more steps than are needed.
+than a sentence. Where they are few and padding must be masked, it takes less time to keep them (a
+tenth of a translation model's step); with its own causal mask the fused kernel is the quicker one.
+The slow twin is `softmax.Kernel.forward`, of which autograd remembers more steps than are needed.
 """
 
 from __future__ import annotations

@@ -88,9 +88,9 @@ class Softmax(Kernel):
             # With dropout PyTorch writes the pattern down too on a CPU, and draws slowly.
             return super().forward(q, k, v, view, bias)
         plain = bias is None and view.bias is None
-        if plain and not (self.training and self.dropout) and suits(q, k):
-            return attend_short(q, k, v, view.booleans(), self.scale)
         causal = view.plain == "causal" and plain
+        if plain and not causal and not (self.training and self.dropout) and suits(q, k):
+            return attend_short(q, k, v, view.allowed, self.scale)
         return F.scaled_dot_product_attention(
             q,
             k,
