@@ -14,7 +14,6 @@ from clearhead.attention.additive import AdditiveAttention
 from clearhead.attention.attention import Attention
 from clearhead.attention.mask import All, Causal, Prefix, Window
 from clearhead.attention.positions import Positions
-from clearhead.attention.short import suits
 from clearhead.attention.softmax import (
     Softmax,
     SoftmaxConfig,
@@ -107,29 +106,6 @@ def test_fused_equals_reference(kv, mask, at, bias):
     # A query with nothing to look at: exactly zeros from both.
     assert (fused[~anything] == 0).all()
     assert (slow[~anything] == 0).all()
-
-
-@pytest.mark.parametrize("at", AT)
-@pytest.mark.parametrize("mask", MASKS)
-def test_short_attention_is_the_fused_one(mask, at, monkeypatch):
-    """What is learnt from short sequences goes through a kernel that keeps the weights."""
-    q, k, v = inputs(HEADS)
-    view, kernel, found = seen(MASKS[mask], AT[at]), Softmax(0.3), []
-    for here in (True, False):
-        monkeypatch.setattr("clearhead.attention.short.SHORT", TIME if here else TIME - 1)
-        assert suits(q, k) is here
-        out = kernel(q, k, v, view)
-        own = here and view.plain != "causal"
-        assert type(out.grad_fn).__name__.startswith("_Short") is own
-        found.append([out, *gradients(out, [q, k, v])])
-    for short, fused in zip(*found, strict=True):
-        close(short, fused)
-    with torch.no_grad():
-        assert not suits(q, k)
-    monkeypatch.setattr("clearhead.attention.short.SHORT", TIME)
-    weights = torch.linspace(-1, 1, out.numel()).view_as(out)
-    found = torch.func.grad(lambda q: (kernel(q, k, v, view) * weights).sum())(q)
-    close(found, gradients(out, [q])[0])
 
 
 @pytest.mark.parametrize("make", [Softmax, lambda s: TopK(s, k=2)], ids=["softmax", "top_k"])

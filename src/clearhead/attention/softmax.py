@@ -21,7 +21,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from clearhead.attention.dropout import draws_here, drop
-from clearhead.attention.short import attend_short, suits
 from clearhead.attention.view import View, merge
 from clearhead.config import Spec
 from clearhead.errors import require
@@ -87,10 +86,7 @@ class Softmax(Kernel):
         if self.training and self.dropout and draws_here(q):
             # With dropout PyTorch writes the pattern down too on a CPU, and draws slowly.
             return super().forward(q, k, v, view, bias)
-        plain = bias is None and view.bias is None
-        causal = view.plain == "causal" and plain
-        if plain and not causal and not (self.training and self.dropout) and suits(q, k):
-            return attend_short(q, k, v, view.allowed, self.scale)
+        causal = view.plain == "causal" and bias is None and view.bias is None
         return F.scaled_dot_product_attention(
             q,
             k,
