@@ -7,9 +7,9 @@ kept for its cache, and written anew when weights are not where they were.
 
 Whatever is not so (several tokens, a window, rows with gaps, sources that do not stand at their
 start, more than 8 beams of one, somebody who listens at a tap or by a hook, a part that is not
-known here) goes the ordinary way, block by block: that is the slow twin. Modules that
-are exchanged inside a network that has a program are not noticed by lists that were written before:
-make its run-time form anew.
+known here) goes the ordinary way, block by block: that is the slow twin. Modules that are exchanged
+inside a network that has a program are not noticed by lists that were written before: make its
+run-time form anew.
 """
 
 from __future__ import annotations
