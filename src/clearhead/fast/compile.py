@@ -15,7 +15,7 @@ import importlib.util
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ FACTS = (
     *("heads", "group", "d", "seen", "each", "most", "queries"),
     *("q_row", "q_head", "q_query", "k_row", "k_head", "k_key", "scale"),
 )
+FORK, WHO, TEAM = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"  # of torch's OpenMP
 OLDEST = (0, 46)  # of llvmlite; before, addresses had types
 _listeners: list[Callable[[str], None]] = []
 
@@ -84,10 +85,8 @@ def product(form: str) -> Product:
 
 @functools.cache
 def steps() -> dict[str, Any]:
-    """Name -> the compiled function, of those in `steps.NAMES`."""
-    from clearhead.fast.steps import NAMES
-
-    return steps_of(_code_of("steps"), NAMES)
+    """Name -> the compiled function, of those that `steps.write_module` writes."""
+    return steps_of(_code_of("steps"))
 
 
 def _code_of(name: str) -> bytes:
@@ -99,14 +98,19 @@ def _code_of(name: str) -> bytes:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     host, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features()
-    shape = _shape(dict(features))
-    text = _text(name, shape)
     machine = llvm.Target.from_default_triple().create_target_machine(
         cpu=host, features=features.flatten(), opt=3
     )
-    key = "\n".join((text, host, features.flatten(), machine.triple, llvmlite.__version__))
-    kept = _folder() / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.o"
-    return _kept(kept, name, shape, machine)
+    key = (_sources(), host, features.flatten(), machine.triple, llvmlite.__version__)
+    kept = _folder() / f"{name}-{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}.o"
+    return _kept(kept, name, _shape(dict(features)), machine)
+
+
+@functools.cache
+def _sources() -> str:
+    """A hash of the files that write the code: reading them is much quicker than writing it."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def loaded(form: str, code: bytes) -> Product:
@@ -118,11 +122,24 @@ def loaded(form: str, code: bytes) -> Product:
     return Product(ten(run), ten(several), five(unpack) if unpack else None, engine)
 
 
-def steps_of(code: bytes, names: Iterable[str]) -> dict[str, Any]:
+def steps_of(code: bytes) -> dict[str, Any]:
     """The functions of the steps in compiled code; they take ten whole numbers each."""
-    engine, kind = _engine(code), ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 10)
-    found = {name: kind(engine.get_function_address(f"steps_{name}")) for name in names}
-    return found | {"owner": engine}
+    return _Steps(_engine(code))
+
+
+class _Steps(dict[str, Any]):
+    """Functions, each looked up when it is first asked for."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__()
+        self.engine = engine
+
+    def __missing__(self, name: str) -> Any:
+        address = self.engine.get_function_address(f"steps_{name}")
+        if not address:
+            raise KeyError(name)
+        self[name] = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * ARGUMENTS)(address)
+        return self[name]
 
 
 def _engine(code: bytes) -> Any:
@@ -203,8 +220,6 @@ def _folder() -> Path:
 @functools.cache
 def _openmp() -> dict[str, int]:
     """Name -> address of the functions that are needed of OpenMP; 0 where there is none."""
-    from clearhead.fast.emit import FORK, TEAM, WHO
-
     names = (FORK, WHO, TEAM)
     for library in _loaded():
         with contextlib.suppress(OSError, AttributeError):

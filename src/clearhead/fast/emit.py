@@ -30,6 +30,7 @@ from typing import Any
 from llvmlite import ir
 
 from clearhead.fast import panels
+from clearhead.fast.compile import FORK, TEAM, WHO
 from clearhead.fast.formats import GROUP, MANY
 from clearhead.fast.groups import group, scale, scaled, unpacked
 from clearhead.fast.words import (
@@ -47,8 +48,6 @@ from clearhead.fast.words import (
 
 PART = 1024  # weights of a row that are worked on at a time, where there are many rows of x
 AHEAD = 2  # strips
-# Of OpenMP, as torch brings it along:
-FORK, WHO, TEAM = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"
 
 
 def write_module(name: str, shape: Shape) -> str:

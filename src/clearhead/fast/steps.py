@@ -25,7 +25,6 @@ from clearhead.fast.compile import FACTS
 from clearhead.fast.words import F32, I32, I64, LINE, Function, Shape
 
 POINTWISE = ("gelu_tanh", "quick_gelu", "silu", "gelu", "relu")
-NAMES = ("attend", *POINTWISE, *rows.BODIES)
 CHUNK = 1024  # numbers of an activation that a thread takes at a time
 WIDE = 4  # keys, and vectors of a value, that are worked on at a time
 TAIL = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
@@ -34,7 +33,7 @@ EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.666
 
 
 def write_module(name: str, shape: Shape) -> str:
-    """LLVM's text, with a function for each of NAMES.
+    """LLVM's text, with attention, the activations and those of `rows`.
 
     <name>_attend(q, k, v, out, facts, 0, rows * heads, 0, threads, 0)
     <name>_silu(x, 0, 0, 0, out, 0, count, 0, threads, 0)

@@ -21,7 +21,6 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
 from clearhead.errors import ClearheadError, did_you_mean, require
-from clearhead.text.chat import render_chat
 from clearhead.text.special import ROLES, write_whole
 from clearhead.text.stream import DecodeStream
 
@@ -170,6 +169,8 @@ class Tokenizer:
         **extra: Any,
     ) -> str:
         """A conversation as the text the model was trained on; encode it with special=False."""
+        from clearhead.text.chat import render_chat  # templates take Jinja; most starts do not
+
         require(
             self.chat_template is not None,
             "This tokeniser has no chat template: use a model that was trained for chat, or write "
