@@ -1,11 +1,10 @@
-"""The list of calls that a decoding step of a stack is: what `Program` writes down for a cache.
+"""A list of calls that the blocks of a stack are: what `stepping` and `reading` write down.
 
-    norm -> q k v -> (norms of q, k) -> (rotate) -> put into the cache -> attend -> out -> add
-    norm -> q -> attend to the source -> out -> add
+    norm -> q k v -> (norms of q, k) -> (rotate) -> attend -> out -> add
     norm -> in -> activation -> out -> add                      and so on, and then the last norm
 
 A call is a function's address and its ten arguments: addresses of weights, of the places below, and
-sizes. Keys and values, which beams move at every step, are looked up each time.
+sizes.
 """
 
 from __future__ import annotations
@@ -19,52 +18,40 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clearhead.attention.cache import Cache
 from clearhead.attention.rotary import Rotary
 from clearhead.fast import compile as compiled
 from clearhead.fast.between import FEW, name_of
-from clearhead.fast.compile import ARGUMENTS, FACTS
+from clearhead.fast.compile import ARGUMENTS
 from clearhead.fast.formats import scratch_bytes
 from clearhead.fast.linear import SMALL, FastLinear
 from clearhead.layers.block import ParallelBlock, PostNorm, SandwichNorm
 from clearhead.layers.ffn import GatedFFN
-from clearhead.layers.stack import Memory, Stack
-
-MOST, ASKED = FACTS.index("most"), FACTS.index("queries")
-THREADS = 1 + 8  # where a call of attention has them
+from clearhead.layers.stack import Stack
 
 Sublayer = Callable[[Tensor, Tensor], None]  # from where, to where
 
 
 class Calls:
-    """The calls of a step, for one cache."""
+    """The calls of all blocks for so many rows; subclasses differ in how rows attend."""
 
-    def __init__(
-        self, stack: Stack, cache: Cache, marks: tuple[Any, ...], lengths: array[int] | None
-    ) -> None:
-        self.marks, self.rows, self.threads = marks, cache.rows, compiled.threads()
+    def __init__(self, stack: Stack, rows: int, threads: int) -> None:
+        self.rows, self.threads = rows, threads
         self.steps = compiled.steps()
         self.list = array("q")
         self.kept: list[Any] = []  # what the addresses belong to
-        self.moving: list[tuple[int, int]] = []  # a place in the list, and whose address is there
-        self.attending: list[int] = []  # where the threads of attention to the past stand
-        self.known: list[int] = []  # where keys and values were
         self.turns: dict[int, tuple[Tensor, Tensor]] = {}  # the angles of each kind of layer
-        self._make_places(stack, cache, lengths)
-        for i, block in enumerate(stack.blocks):
-            self._block(block, i, stack.kinds[i % len(stack.kinds)].rotary, cache.states[i])
-        if stack.norm is not None:
-            self._norm(stack.norm, self.stream, self.stream)
+        self._make_places(stack)
 
-    def _make_places(self, stack: Stack, cache: Cache, lengths: array[int] | None) -> None:
-        """Room for the stream, for what stands beside it, and the facts that attention is told."""
-        first = stack.blocks[0]
-        self.width = first.self_attn.q_proj.in_features
+    def _make_places(self, stack: Stack) -> None:
+        """Room for the stream, and for what stands beside it."""
+        self.width = stack.blocks[0].self_attn.q_proj.in_features
         crosses = [block.cross_attn for block in stack.blocks if block.cross_attn is not None]
         attns = [*(block.self_attn for block in stack.blocks), *crosses]
         heads = max(attn.out_proj.in_features for attn in attns)
         wide = [sum(block.self_attn.joint.widths) for block in stack.blocks]
-        wide += [2 * block.ffn.in_proj.out_features for block in stack.blocks]
+        for block in stack.blocks:
+            gates = 2 if type(block.ffn) is GatedFFN else 1
+            wide.append(gates * block.ffn.in_proj.out_features)
         wide += [cross.q_proj.out_features for cross in crosses]
         self.stream, self.near, self.beside, self.far, self.wide = (
             torch.empty(self.rows * n, dtype=torch.float32, device="cpu")
@@ -72,50 +59,39 @@ class Calls:
         )
         room = scratch_bytes(self.rows, max(self.width, heads, *wide))
         self.scratch = torch.empty(room, dtype=torch.uint8, device="cpu")
-        self.layers = len(stack.blocks)
-        self.seen = array("q", [0] * self.rows)
-        self.facts = [
-            _facts(block.self_attn, state, self.seen, 1)
-            for block, state, _ in zip(stack.blocks, cache.states, stack.kinds, strict=False)
-        ]
-        self.sources: Any = None
-        if lengths is not None and cache.memory is not None:
-            beams = self.rows // cache.memory.rows
-            self.kept += [cache.memory, lengths]
-            self.sources = _facts(first.cross_attn, cache.cross[0], lengths, beams)
 
-    def run(self, x: Tensor, seen: list[int], cache: Cache) -> Tensor:
-        """The stream behind all blocks, with so many keys to be seen by each row."""
-        x = x.contiguous()
-        ctypes.memmove(self.stream.data_ptr(), x.data_ptr(), x.nbytes)
-        self.seen[:] = array("q", seen)
-        keys = max(seen)
-        for facts in self.facts:
-            facts[MOST] = keys
-        states: list[Any] = [*cache.states, *cache.cross]
-        now = [place for s in states for place in (s.k.data_ptr(), s.v.data_ptr())]
-        if now != self.known:
-            self.known = now
-            for place, whose in self.moving:
-                self.list[place] = now[whose]
-        threads = self._threads(keys * self.width)
-        if self.list[self.attending[0]] != threads:
-            for place in self.attending:
-                self.list[place] = threads
-        start, size = self.list.buffer_info()
-        self.steps["run"](start, size // (1 + ARGUMENTS), *[0] * 8)
-        out = torch.empty_like(x)
-        ctypes.memmove(out.data_ptr(), self.stream.data_ptr(), out.nbytes)
-        return out
+    def _write(self, stack: Stack) -> None:
+        """All blocks, and the norm behind them."""
+        for i, block in enumerate(stack.blocks):
+            self._block(block, i, stack.kinds[i % len(stack.kinds)].rotary)
+        if stack.norm is not None:
+            self._norm(stack.norm, self.stream, self.stream)
+
+    # -- what the subclasses know
+
+    def _mix(self, attn: Any, number: int, q: int, k: int, v: int) -> None:
+        """Self-attention of a block, from these places to `far`."""
+        raise NotImplementedError
+
+    def _positions(self, number: int) -> tuple[int, int]:
+        """For a block that rotates: the facts that say where each row stands, and how far at most
+        it can.
+        """
+        raise NotImplementedError
+
+    def _look(self, attn: Any, number: int, x: Tensor) -> None:
+        """Cross-attention of a block, to `far`."""
+        raise NotImplementedError
 
     # -- blocks
 
-    def _block(self, block: Any, number: int, rotary: Rotary | None, state: Any) -> None:
+    def _block(self, block: Any, number: int, rotary: Rotary | None) -> None:
         def attend(x: Tensor, out: Tensor) -> None:
-            self._self_attention(block.self_attn, number, (rotary, state.k.shape[2]), x, out)
+            self._self_attention(block.self_attn, number, rotary, x, out)
 
         def look(x: Tensor, out: Tensor) -> None:
-            self._cross_attention(block.cross_attn, number, x, out)
+            self._look(block.cross_attn, number, x)
+            self._product(block.cross_attn.out_proj, self.far, out)
 
         def feed(x: Tensor, out: Tensor) -> None:
             self._feed_forward(block.ffn, x, out)
@@ -146,10 +122,9 @@ class Calls:
         self._add(self.stream, self.near)
 
     def _self_attention(
-        self, attn: Any, number: int, turned: tuple[Rotary | None, int], x: Tensor, out: Tensor
+        self, attn: Any, number: int, rotary: Rotary | None, x: Tensor, out: Tensor
     ) -> None:
         heads, own, d = attn.n_heads, attn.n_kv_heads, attn.head_dim
-        told = self.facts[number % len(self.facts)].buffer_info()[0]
         self._several(attn.joint, x, self.wide)
         q = self.wide.data_ptr()
         k = q + 4 * self.rows * heads * d
@@ -157,27 +132,12 @@ class Calls:
         for norm, place, count in ((attn.q_norm, q, heads), (attn.k_norm, k, own)):
             if norm is not None:
                 self._norm_at(norm, place, place, self.rows * count)
-        rotary, size = turned
         if rotary is not None:
+            told, size = self._positions(number)
             tables = self._tables(rotary, size)
             for place, count in ((q, heads), (k, own)):
                 self._step("rotate", place, *tables, told, self.rows, count, d, rotary.width)
-        for i, place in enumerate((k, v)):
-            self.moving.append((len(self.list) + 2, 2 * number + i))
-            self._step("put", place, 0, told, self.rows)
-        self.attending.append(len(self.list) + THREADS)
-        self._attend(q, told, self.rows * heads, number)
-        self._product(attn.out_proj, self.far, out)
-
-    def _cross_attention(self, attn: Any, number: int, x: Tensor, out: Tensor) -> None:
-        heads, q = attn.n_heads, self.wide.data_ptr()
-        self._product(attn.q_proj, x, self.wide)
-        if attn.q_norm is not None:
-            self._norm_at(attn.q_norm, q, q, self.rows * heads)
-        sources = self.rows // self.sources[ASKED]
-        threads = self._threads(heads * attn.head_dim * self.sources[MOST])
-        told = self.sources.buffer_info()[0]
-        self._attend(q, told, sources * heads, self.layers + number, threads)
+        self._mix(attn, number, q, k, v)
         self._product(attn.out_proj, self.far, out)
 
     def _feed_forward(self, ffn: Any, x: Tensor, out: Tensor) -> None:
@@ -201,11 +161,6 @@ class Calls:
 
     def _step(self, name: str, *given: int) -> None:
         self._call(self.steps[name], *given)
-
-    def _attend(self, q: int, told: int, count: int, number: int, threads: int = 1) -> None:
-        """Attention to the keys and values of a state."""
-        self.moving += [(len(self.list) + 2 + i, 2 * number + i) for i in (0, 1)]
-        self._step("attend", q, 0, 0, self.far.data_ptr(), told, 0, count, 0, threads)
 
     def _product(self, linear: FastLinear, x: Tensor, out: Tensor) -> None:
         n, k = linear.out_features, linear.in_features
@@ -231,14 +186,14 @@ class Calls:
         bias = torch.zeros_like(weight) if bias is None else bias.detach()
         self.kept += [weight, bias]
         name = "layer_norm" if isinstance(norm, nn.LayerNorm) else "rms_norm"
-        sizes = rows, weight.numel(), _bits(norm.eps)
+        sizes = rows, weight.numel(), bits(norm.eps)
         self._step(name, x, weight.data_ptr(), bias.data_ptr(), out, *sizes)
 
     def _add(self, x: Tensor, y: Tensor) -> None:
         self._step("add", x.data_ptr(), y.data_ptr(), self.rows * self.width)
 
     def _tables(self, rotary: Rotary, size: int) -> tuple[int, int]:
-        """Cosines and sines of all positions of the cache."""
+        """Cosines and sines of so many positions."""
         if id(rotary) not in self.turns:
             every = torch.arange(size, device="cpu").unsqueeze(0)
             self.turns[id(rotary)] = rotary.angles(every, torch.float32)
@@ -249,41 +204,6 @@ class Calls:
         return 1 if self.rows * numbers < SMALL else self.threads
 
 
-def row_lengths(memory: Memory) -> array[int] | None:
-    """How many tokens each source has, if they stand at its start and there is one at least."""
-    at, rows = memory.at, memory.rows
-    if not at.holes:
-        return array("q", [at.length] * rows)
-    filled = at.filled().expand(rows, -1)
-    lengths = filled.sum(dim=1, keepdim=True)
-    first = torch.arange(at.length, device=filled.device) < lengths
-    if not filled.equal(first) or int(lengths.min()) < 1:
-        return None
-    return array("q", lengths.flatten().tolist())
-
-
-def _facts(attn: Any, state: Any, seen: array[int], queries: int) -> array[int]:
-    """What attention is told of heads, widths and steps; a source's beams ask together."""
-    heads, d, k = attn.n_heads, attn.head_dim, state.k
-    told = {
-        "heads": heads,
-        "group": heads // attn.n_kv_heads,
-        "d": d,
-        "seen": seen.buffer_info()[0],
-        "each": seen.itemsize,
-        "most": max(seen),
-        "queries": queries,
-        "q_row": queries * heads * d,
-        "q_head": d,
-        "q_query": heads * d,
-        "k_row": k.stride(0),
-        "k_head": k.stride(1),
-        "k_key": k.stride(2),
-        "scale": _bits(attn.kernel.scale),
-    }
-    return array("q", [told[name] for name in FACTS])
-
-
-def _bits(number: float) -> int:
+def bits(number: float) -> int:
     """Those of an fp32 number."""
     return struct.unpack("<i", struct.pack("<f", number))[0]

@@ -24,6 +24,7 @@ from clearhead.fast.blocks import GPU, compile_blocks
 from clearhead.fast.formats import FORMS, GROUP, Form, pack, stored_as
 from clearhead.fast.linear import FastEmbedding, FastLinear
 from clearhead.fast.program import program
+from clearhead.fast.reading import reader
 from clearhead.fast.rounding import round_to_int4, second_moments
 from clearhead.layers.ffn import FFN, GatedFFN
 from clearhead.layers.stack import Stack
@@ -290,7 +291,7 @@ def _quicken(net: Net) -> None:
             module.activation = fast_activation(module.activation)
     for module in net.modules():
         if isinstance(module, Stack):
-            module.step = program(module)
+            module.step, module.read = program(module), reader(module)
 
 
 def _drop_ties(net: Net) -> None:

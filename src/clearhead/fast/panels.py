@@ -54,7 +54,7 @@ def write_panels(f: Function) -> None:
     _, w, scales, bias, out, m, n, k, first, last = f.args
     columns = VECTORS * f.shape.lanes
     turned, beside, begin = (
-        _room(f, count) for count in (DEPTH * columns, HEIGHT * columns, columns)
+        room(f, count) for count in (DEPTH * columns, HEIGHT * columns, columns)
     )
     left = f.times(first, STRIP)
     right = f.least(f.times(last, STRIP), n)
@@ -84,9 +84,9 @@ def write_panels(f: Function) -> None:
                 _give(f, beside, to, (rows, count, columns))
 
 
-def _room(f: Function, count: int) -> Any:
+def room(f: Function, count: Any) -> Any:
     """So many numbers on the stack, at the start of a line."""
-    place = f.b.alloca(F32, f.const(count))
+    place = f.b.alloca(F32, f.const(count) if isinstance(count, int) else count)
     place.align = LINE
     return f.b.ptrtoint(place, I64)
 
@@ -114,12 +114,12 @@ def _turn(f: Function, own: tuple[Any, Any], count: Any, depth: Any, to: Any) ->
         for part, first in product(range(GROUP // SQUARE), range(0, columns, SQUARE)):
             which = range(part, part + 1)
             square = [unpacked(eights, *one, k, which)[0] for one in rows[first : first + SQUARE]]
-            for i, vector in enumerate(_transposed(f, square)):
+            for i, vector in enumerate(transposed(f, square)):
                 place = f.times(f.add(k, SQUARE * part + i), columns)
                 f.store(vector, f.add(to, f.times(f.add(place, first), 4)))
 
 
-def _transposed(f: Function, rows: list[Any]) -> list[Any]:
+def transposed(f: Function, rows: list[Any]) -> list[Any]:
     """Eight vectors of eight, columns as rows: pairs change places, then fours, then halves."""
     for size in (1, 2, 4):
         low = [i for i in range(SQUARE) if not i & size]
@@ -157,23 +157,34 @@ def _tile(f: Function, rows: int, first: Any, panel: _Panel, begins: Any) -> Non
     """Sums of `rows` rows of x from `first` on, added to the bias or to those of the parts before:
     a chain of additions is no longer than a part.
     """
-    lanes, depth = f.shape.lanes, f.args[7]
+    depth = f.args[7]
     xs = [
         f.add(f.args[0], f.times(f.add(panel.first, f.times(f.add(first, i), depth)), 4))
         for i in range(rows)
     ]
     outs = [f.add(panel.start, f.times(f.add(first, i), panel.row)) for i in range(rows)]
-    steps = [4 * lanes * j for j in range(VECTORS)]
-    sums = [[f.variable(f.vector) for _ in steps] for _ in xs]
-    with f.loop(f.const(0), panel.depth) as k:
-        at = f.add(panel.turned, f.times(k, 4 * lanes * VECTORS))
-        ws = [f.floats(f.add(at, step)) for step in steps]
+    step = 4 * f.shape.lanes
+    found = multiplied(f, xs, (panel.turned, VECTORS * step), panel.depth, VECTORS)
+    for out, own in zip(outs, found, strict=True):
+        before = f.b.select(begins, panel.bias, out)
+        for i, total in enumerate(own):
+            total = f.b.fadd(total, f.floats(f.add(before, step * i)))
+            f.store(total, f.add(out, step * i))
+
+
+def multiplied(
+    f: Function, xs: list[Any], lines: tuple[Any, Any], depth: Any, vectors: int
+) -> list[list[Any]]:
+    """For each row of x the sum over `depth` of its numbers by some vectors of the lines, which are
+    given by where the first is and how many bytes behind it the next.
+    """
+    start, step = lines
+    sums = [[f.variable(f.vector) for _ in range(vectors)] for _ in xs]
+    with f.loop(f.const(0), depth) as k:
+        at = f.add(start, f.times(k, step))
+        ws = [f.floats(f.add(at, 4 * f.shape.lanes * j)) for j in range(vectors)]
         for x, own in zip(xs, sums, strict=True):
             number = f.everywhere(f.load(f.add(x, f.times(k, 4)), F32, 4))
             for w, place in zip(ws, own, strict=True):
                 f.b.store(f.fma(number, w, f.b.load(place, typ=f.vector)), place)
-    for out, own in zip(outs, sums, strict=True):
-        before = f.b.select(begins, panel.bias, out)
-        for step, place in zip(steps, own, strict=True):
-            total = f.b.fadd(f.b.load(place, typ=f.vector), f.floats(f.add(before, step)))
-            f.store(total, f.add(out, step))
+    return [[f.b.load(place, typ=f.vector) for place in own] for own in sums]

@@ -2,7 +2,7 @@
 
 Python takes longer to ask for the parts of a small block than the block takes, and a tenth to a
 third of the time of a large one in few bits. So for the steps of a decode (one new token a row) the
-calls are written into a list (`calls`), which compiled code works off (`rows.run`). The list is
+calls are written into a list (`stepping`), which compiled code works off (`rows.run`). The list is
 kept for its cache, and written anew when weights are not where they were.
 
 Whatever is not so (several tokens, a window, rows with gaps, sources that do not stand at their
@@ -20,22 +20,19 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules import module
+from torch import Tensor
 
-from clearhead.attention.attention import Attention
 from clearhead.attention.cache import KV, Cache, CrossKV
 from clearhead.attention.mask import All, Causal
 from clearhead.attention.positions import Positions
-from clearhead.attention.rotary import Rotary
 from clearhead.fast import compile as compiled
-from clearhead.fast.between import KEYS, LANES, QUERIES, FastSoftmax, Joint, name_of
-from clearhead.fast.calls import Calls, row_lengths
+from clearhead.fast.between import KEYS, QUERIES
+from clearhead.fast.known import Watch, known_stack
 from clearhead.fast.linear import FastLinear
-from clearhead.layers.block import Block, ParallelBlock, PostNorm, PreNorm, SandwichNorm
-from clearhead.layers.ffn import FFN, GatedFFN
-from clearhead.layers.stack import Kind, Memory, Stack
-from clearhead.tap import taps
+from clearhead.fast.stepping import StepCalls, row_lengths
+from clearhead.layers.stack import Memory, Stack
+
+MASKS = (Causal, All)  # of those who see all of the past
 
 
 class Program:
@@ -45,8 +42,8 @@ class Program:
 
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
-        self._watched: tuple[list[Any], list[Any], list[Any]] | None = None  # taps, hooks, norms
-        self._lists: WeakKeyDictionary[Cache, Calls] = WeakKeyDictionary()
+        self._watch: Watch | None = None  # made when it is first asked: a copy is not whole before
+        self._lists: WeakKeyDictionary[Cache, StepCalls] = WeakKeyDictionary()
         self._sources: tuple[Any, array[int] | None] = (None, None)  # the last memory, its lengths
 
     def __call__(
@@ -64,7 +61,7 @@ class Program:
             or x.dtype != torch.float32
             or (torch.is_grad_enabled() and x.requires_grad)
             or not self._known_sources(memory, cache)
-            or self._heard()
+            or self._watched().heard()
         ):
             return None
         seen = _seen(at, cache)
@@ -73,11 +70,11 @@ class Program:
         marks = self._marks(cache)
         known = self._lists.get(cache)
         if known is None or known.marks != marks:
-            self._watched = None  # modules may be others
-            if self._heard() or not self._can_write(cache):
+            self._watch = None  # modules may be others
+            if self._watched().heard() or not self._can_write(cache):
                 return None
             lengths = self._sources[1]
-            known = self._lists[cache] = Calls(self.stack, cache, self._marks(cache), lengths)
+            known = self._lists[cache] = StepCalls(self.stack, cache, self._marks(cache), lengths)
         cache.begin(at)
         for state in cache.states:
             state.settle()
@@ -96,42 +93,25 @@ class Program:
         if cache.rows // memory.rows > QUERIES or memory.at.length > KEYS:
             return False
         if self._sources[0] is None or self._sources[0]() is not memory:
-            self._sources = weakref.ref(memory), row_lengths(memory)
+            self._sources = weakref.ref(memory), row_lengths(memory.at, memory.rows)
         return self._sources[1] is not None
-
-    def _heard(self) -> bool:
-        """Whether somebody looks into the blocks."""
-        if self._watched is None:
-            modules = list(self.stack.modules())
-            hooks = [h for m in modules for h in (m._forward_hooks, m._forward_pre_hooks)]
-            norms = [m for m in modules if isinstance(m, (nn.LayerNorm, nn.RMSNorm))]
-            self._watched = list(taps(self.stack).values()), hooks, norms
-        listened, hooks, _ = self._watched
-        everywhere = module._global_forward_hooks or module._global_forward_pre_hooks
-        return any(tap.listeners for tap in listened) or any(hooks) or bool(everywhere)
 
     def _can_write(self, cache: Cache) -> bool:
         """Whether all of it is as compiled code takes it for, now."""
-        linears = [part for part in self.stack.modules() if isinstance(part, FastLinear)]
-        return (
-            _known_stack(self.stack)
-            and all(linear.here for linear in linears)
-            and all(_plain(state) for state in (*cache.states, *cache.cross))
-            and all(_here(weight) for weight in self._norm_weights())
-        )
+        plain = all(_plain(state) for state in (*cache.states, *cache.cross))
+        return plain and known_stack(self.stack, MASKS) and self._watched().writable()
+
+    def _watched(self) -> Watch:
+        self._watch = self._watch or Watch(self.stack)
+        return self._watch
 
     def _marks(self, cache: Cache) -> tuple[Any, ...]:
         """What a list is written for."""
-        norms = [weight.data_ptr() for weight in self._norm_weights()]
+        norms = [weight.data_ptr() for weight in self._watched().norm_weights()]
         states: list[Any] = [*cache.states, *cache.cross]
         lie = [(s.k.shape, s.k.stride(), s.v.stride()) for s in states]
         # A list keeps its memory, so that no other one has its number.
         return compiled.threads(), FastLinear.moves, cache.rows, id(cache.memory), lie, norms
-
-    def _norm_weights(self) -> list[Tensor]:
-        assert self._watched is not None
-        both = [p for norm in self._watched[2] for p in norm._parameters.values()]
-        return [p for p in both if p is not None]
 
     def __getstate__(self) -> dict[str, Any]:
         return {"stack": self.stack}  # a copy writes lists of its own
@@ -142,7 +122,7 @@ class Program:
 
 def program(stack: Stack) -> Program | None:
     """The program of a stack whose blocks it can write down."""
-    return Program(stack) if _known_stack(stack) else None
+    return Program(stack) if known_stack(stack, MASKS) else None
 
 
 def _seen(at: Positions, cache: Cache) -> list[int] | None:
@@ -165,77 +145,3 @@ def _plain(state: Any) -> bool:
     k, v = state.k, state.v
     alike = k.stride() == v.stride() and k.stride(3) == 1
     return alike and all(t.dtype == torch.float32 and t.is_cpu for t in (k, v))
-
-
-def _here(weight: Tensor) -> bool:
-    return weight.is_cpu and weight.dtype == torch.float32 and weight.is_contiguous()
-
-
-# --- what can be written down ---
-
-
-def _known_stack(stack: Stack) -> bool:
-    return (
-        all(_known_kind(kind) for kind in stack.kinds)
-        and all(_known_block(block) for block in stack.blocks)
-        and len({block.cross_attn is None for block in stack.blocks}) == 1
-        and (stack.norm is None or _known_norm(stack.norm))
-    )
-
-
-def _known_kind(kind: Kind) -> bool:
-    """One that sees all of the past, and knows no positions but rotary ones."""
-    past = type(kind.mask) in (Causal, All)
-    turned = type(kind.rotary) in (Rotary, type(None))
-    return past and turned and kind.bias is None and not kind.distances
-
-
-def _known_block(block: Any) -> bool:
-    if type(block) not in (Block, ParallelBlock):
-        return False
-    cross, residuals = block.cross_attn, [block.self_residual, block.ffn_residual]
-    if cross is not None:
-        residuals.append(block.cross_residual)
-    parallel = type(block) is ParallelBlock
-    placements = (PreNorm,) if parallel else (PreNorm, PostNorm, SandwichNorm)
-    return (
-        not (parallel and cross is not None)
-        and all(type(residual) in placements for residual in residuals)
-        and all(_known_norm(norm) for residual in residuals for norm in _norms(residual))
-        and _known_attention(block.self_attn)
-        and isinstance(getattr(block.self_attn, "joint", None), Joint)
-        and (cross is None or (_known_attention(cross) and _packed(cross.q_proj)))
-        and _known_ffn(block.ffn)
-    )
-
-
-def _known_attention(attn: Attention) -> bool:
-    return (
-        type(attn) is Attention
-        and type(attn.kernel) is FastSoftmax
-        and attn.relative is None
-        and attn.head_dim % LANES == 0
-        and _packed(attn.out_proj)
-        and all(norm is None or _known_norm(norm) for norm in (attn.q_norm, attn.k_norm))
-    )
-
-
-def _known_ffn(ffn: Any) -> bool:
-    if type(ffn) is GatedFFN:
-        inside = isinstance(ffn.joint, Joint)
-    else:
-        inside = type(ffn) is FFN and _packed(ffn.in_proj)
-    return inside and _packed(ffn.out_proj) and name_of(ffn.activation) is not None
-
-
-def _known_norm(norm: Any) -> bool:
-    whole = isinstance(norm, (nn.LayerNorm, nn.RMSNorm)) and norm.weight is not None
-    return whole and norm.weight.numel() % LANES == 0 and norm.eps is not None
-
-
-def _norms(residual: Any) -> list[Any]:
-    return [residual.norm, *([residual.norm_out] if type(residual) is SandwichNorm else [])]
-
-
-def _packed(linear: Any) -> bool:
-    return isinstance(linear, FastLinear) and linear.compilable

@@ -5,7 +5,7 @@
     put                     new keys and values into their slots of a cache
     add, times              x += y, x *= y
     run                     one call after the other: a row of the list is a function's address and
-                            its ten arguments
+                            its ten arguments; `run_each`: several such lists
 
 They take one thread: their numbers are few. All addresses and sizes are whole numbers of 64 bits;
 widths are multiples of a vector, but for the pairs of `rotate`.
@@ -120,7 +120,18 @@ def _both(f: Function, how: str) -> None:
 
 def _run(f: Function) -> None:
     """(list, count)"""
-    calls, count = f.args[:2]
+    _work_off(f, *f.args[:2])
+
+
+def run_each(f: Function) -> None:
+    """The lists from `first` to before `last`: a table has where each is, and its count."""
+    table, first, last = (f.args[i] for i in (0, 8, 9))
+    with f.loop(first, last) as i:
+        at = f.add(table, f.times(i, 16))
+        _work_off(f, *(f.load(f.add(at, 8 * j), I64, 8) for j in (0, 1)))
+
+
+def _work_off(f: Function, calls: Any, count: Any) -> None:
     kind = ir.FunctionType(VOID, [I64] * ARGUMENTS)
     with f.loop(f.const(0), count) as i:
         at = f.add(calls, f.times(i, CALL))

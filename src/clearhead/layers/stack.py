@@ -93,6 +93,8 @@ class Stack(nn.Module):
     kinds: Any  # nn.ModuleList of Kind
     step: Callable[[Tensor, Positions, Cache, Memory | None], Tensor | None] | None = None
     """A decoding step of all blocks in one call, in the run-time form; None: not this one."""
+    read: Callable[[Tensor, Positions], Tensor | None] | None = None
+    """The same for whole sequences that nobody remembers."""
 
     def __init__(self, blocks: list[Block], kinds: list[Kind], norm: nn.Module | None) -> None:
         super().__init__()
@@ -109,6 +111,10 @@ class Stack(nn.Module):
     ) -> Float[Tensor, "b t m"]:
         if self.step is not None and cache is not None:
             done = self.step(x, at, cache, memory)
+            if done is not None:
+                return done
+        if self.read is not None and cache is None and memory is None:
+            done = self.read(x, at)
             if done is not None:
                 return done
         for block, look in zip(self.blocks, self.looks(x, at, cache, memory), strict=True):

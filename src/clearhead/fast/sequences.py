@@ -1,0 +1,198 @@
+"""Attention within whole sequences that lie one behind the other, nothing between them.
+
+    keys of a head   turned, 2 vectors at a time     a tile of some queries
+    q . k            as the products of `panels`:    scores [tile, keys]
+    softmax          row by row                      in the place of the scores
+    weights . v      as the products of `panels`     out [tile, d]
+
+A sequence's turned keys and the scores of a tile stay in the nearest caches: PyTorch's fused
+attention, made for long sequences, takes three times as long for those of some dozens of tokens,
+and needs them padded. The slow twin is `Softmax.forward`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from llvmlite import ir
+
+from clearhead.fast.bends import exp
+from clearhead.fast.compile import FACTS
+from clearhead.fast.panels import SQUARE, VECTORS, multiplied, room, transposed
+from clearhead.fast.words import F32, I32, I64, Function
+
+
+@dataclass(frozen=True)
+class _Head:
+    """One head of one sequence."""
+
+    q: Any
+    """Where its first query is."""
+    k: Any
+    """Where its first key is."""
+    v: Any
+    """Where its first value is."""
+    out: Any
+    """Where its first output is."""
+    length: Any
+    """How many tokens the sequence has."""
+    apart: tuple[Any, Any]
+    """Bytes from a query (and output) to the next, and from a key (and value)."""
+
+
+@dataclass(frozen=True)
+class _Rooms:
+    """What is on the stack, for the longest sequence."""
+
+    turned: Any
+    """Keys, in panels [d, columns]."""
+    scores: Any
+    """Of a tile of queries, [tile, keys]."""
+    row: Any
+    """Bytes from a row of the scores to the next."""
+
+
+def write_sequences(f: Function) -> None:
+    """(q, k, v, out, facts, starts): the heads from `first` to before `last`, counted through all
+    sequences; `starts` has the first token of each, and one past the last.
+    """
+    q, k, v, out, told, starts, _, _, first, last = f.args
+    heads, group, d, most = (_fact(f, told, name) for name in ("heads", "group", "d", "most"))
+    rooms = _Rooms(
+        room(f, f.times(most, d)),
+        room(f, f.times(most, f.shape.tile)),
+        f.times(most, 4),
+    )
+    own = f.b.sdiv(heads, group)
+    apart = f.times(f.times(heads, d), 4), f.times(f.times(own, d), 4)
+    with f.loop(first, last) as unit:
+        row, number = f.b.sdiv(unit, heads), f.b.srem(unit, heads)
+        start, end = (f.load(f.add(starts, f.times(f.add(row, i), 8)), I64, 8) for i in (0, 1))
+        asked = f.add(f.times(start, apart[0]), f.times(f.times(number, d), 4))
+        seen = f.add(f.times(start, apart[1]), f.times(f.times(f.b.sdiv(number, group), d), 4))
+        places = f.add(q, asked), f.add(k, seen), f.add(v, seen), f.add(out, asked)
+        head = _Head(*places, f.b.sub(end, start), apart)
+        _turn(f, head, rooms, d)
+        _tiles(f, head, rooms)
+
+
+def _fact(f: Function, told: Any, name: str) -> Any:
+    return f.load(f.add(told, 8 * FACTS.index(name)), I64, 8)
+
+
+def _turn(f: Function, head: _Head, rooms: _Rooms, d: Any) -> None:
+    """The keys as columns; where the last panel has no key the last one stands again."""
+    columns, last = VECTORS * f.shape.lanes, f.add(head.length, -1)
+    eights = f.in_vectors_of(SQUARE)
+    with f.loop(f.const(0), head.length, columns) as first:
+        to = f.add(rooms.turned, f.times(f.times(first, d), 4))
+        keys = [
+            f.add(head.k, f.times(f.least(f.add(first, i), last), head.apart[1]))
+            for i in range(columns)
+        ]
+        with f.loop(f.const(0), d, SQUARE) as at:
+            for left in range(0, columns, SQUARE):
+                square = [
+                    eights.floats(f.add(key, f.times(at, 4))) for key in keys[left : left + SQUARE]
+                ]
+                for i, vector in enumerate(transposed(f, square)):
+                    place = f.add(f.times(f.add(at, i), columns), left)
+                    f.store(vector, f.add(to, f.times(place, 4)))
+
+
+def _tiles(f: Function, head: _Head, rooms: _Rooms) -> None:
+    """All queries, in tiles as even as can be."""
+    most = f.shape.tile
+    count = f.b.sdiv(f.add(head.length, most - 1), f.const(most))
+    with f.loop(f.const(0), count) as number:
+        first, last = (f.b.sdiv(f.times(head.length, f.add(number, i)), count) for i in (0, 1))
+        cases = {n: partial(_tile, f, n, first, head, rooms) for n in range(1, most + 1)}
+        f.choose(f.b.sub(last, first), cases, lambda: None)
+
+
+def _tile(f: Function, rows: int, first: Any, head: _Head, rooms: _Rooms) -> None:
+    """`rows` queries from `first` on."""
+    weights = [f.add(rooms.scores, f.times(rooms.row, i)) for i in range(rows)]
+    tops = _scores(f, weights, first, head, rooms)
+    shares = _exponents(f, weights, tops, head.length)
+    _values(f, weights, shares, first, head)
+
+
+def _scores(f: Function, weights: list[Any], first: Any, head: _Head, rooms: _Rooms) -> list[Any]:
+    """q . k * scale, and the largest of each row."""
+    told = f.args[4]
+    d = _fact(f, told, "d")
+    scale = f.everywhere(f.load(f.add(told, 8 * FACTS.index("scale")), F32, 4))
+    columns, step = VECTORS * f.shape.lanes, 4 * f.shape.lanes
+    qs = [f.add(head.q, f.times(f.add(first, i), head.apart[0])) for i in range(len(weights))]
+    tops = [f.variable(f.vector, f.spread(-math.inf)) for _ in weights]
+    with f.loop(f.const(0), head.length, columns) as key:
+        panel = f.add(rooms.turned, f.times(f.times(key, d), 4))
+        found = multiplied(f, qs, (panel, 4 * columns), d, VECTORS)
+        for row, own, top in zip(weights, found, tops, strict=True):
+            for j, total in enumerate(own):
+                score = f.b.fmul(total, scale)
+                f.store(score, f.add(row, f.times(key, 4), step * j))
+                f.b.store(_larger(f, score, f.b.load(top, typ=f.vector)), top)
+    return [_largest(f, f.b.load(top, typ=f.vector)) for top in tops]
+
+
+def _larger(f: Function, x: Any, y: Any) -> Any:
+    return f.b.select(f.b.fcmp_ordered(">", x, y), x, y)
+
+
+def _largest(f: Function, vector: Any) -> Any:
+    """The largest lane, in all lanes."""
+    lanes = f.shape.lanes
+    apart = lanes // 2
+    while apart:
+        vector = _larger(f, vector, f.shuffle(vector, vector, [i ^ apart for i in range(lanes)]))
+        apart //= 2
+    return vector
+
+
+def _exponents(f: Function, weights: list[Any], tops: list[Any], keys: Any) -> list[Any]:
+    """exp(score - largest) in the place of every score, and 1 / their sum for each row."""
+    lanes = f.shape.lanes
+    totals = [f.variable(f.vector) for _ in weights]
+
+    def vectors(at: Any, counts: Any = None) -> None:
+        for row, top, total in zip(weights, tops, totals, strict=True):
+            place = f.add(row, f.times(at, 4))
+            found = exp(f, f.b.fsub(f.floats(place), top))
+            f.store(found, place)
+            found = found if counts is None else f.b.select(counts, found, f.spread(0.0))
+            f.b.store(f.b.fadd(f.b.load(total, typ=f.vector), found), total)
+
+    whole = f.b.and_(keys, f.const(-lanes))
+    with f.loop(f.const(0), whole, lanes) as at:
+        vectors(at)
+    with f.b.if_then(f.b.icmp_signed("<", whole, keys)):  # behind the last key stand others' scores
+        kind = ir.VectorType(I32, lanes)
+        rest = f.spread_out(f.b.trunc(f.b.sub(keys, whole), I32), kind)
+        vectors(whole, f.b.icmp_signed("<", ir.Constant(kind, list(range(lanes))), rest))
+    sums = [f.total(f.b.load(total, typ=f.vector)) for total in totals]
+    return [f.everywhere(f.b.fdiv(ir.Constant(F32, 1.0), total)) for total in sums]
+
+
+def _values(f: Function, weights: list[Any], shares: list[Any], first: Any, head: _Head) -> None:
+    """The values by their weights."""
+    d, lanes = _fact(f, f.args[4], "d"), f.shape.lanes
+    outs = [f.add(head.out, f.times(f.add(first, i), head.apart[0])) for i in range(len(weights))]
+
+    def columns(at: Any, vectors: int) -> None:
+        lines = f.add(head.v, f.times(at, 4)), head.apart[1]
+        found = multiplied(f, weights, lines, head.length, vectors)
+        for out, own, share in zip(outs, found, shares, strict=True):
+            for j, total in enumerate(own):
+                to = f.add(out, f.times(f.add(at, lanes * j), 4))
+                f.store(f.b.fmul(total, share), to)
+
+    whole = f.b.sub(d, f.b.srem(d, f.const(VECTORS * lanes)))
+    with f.loop(f.const(0), whole, VECTORS * lanes) as at:
+        columns(at, VECTORS)
+    with f.loop(whole, d, lanes) as at:
+        columns(at, 1)

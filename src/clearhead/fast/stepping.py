@@ -1,0 +1,142 @@
+"""The list of calls that a decoding step of a stack is: what `Program` writes down for a cache.
+
+    q k v -> put into the cache -> attend to all that it holds
+    norm -> q -> attend to the source -> out -> add
+
+Keys and values, which beams move at every step, are looked up each time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clearhead.attention.cache import Cache
+from clearhead.attention.positions import Positions
+from clearhead.fast import compile as compiled
+from clearhead.fast.calls import Calls, bits
+from clearhead.fast.compile import ARGUMENTS, FACTS
+from clearhead.layers.stack import Stack
+
+MOST, ASKED = FACTS.index("most"), FACTS.index("queries")
+THREADS = 1 + 8  # where a call of attention has them
+
+
+class StepCalls(Calls):
+    """The calls of a step, for one cache."""
+
+    def __init__(
+        self, stack: Stack, cache: Cache, marks: tuple[Any, ...], lengths: array[int] | None
+    ) -> None:
+        super().__init__(stack, cache.rows, compiled.threads())
+        self.marks = marks
+        self.moving: list[tuple[int, int]] = []  # a place in the list, and whose address is there
+        self.attending: list[int] = []  # where the threads of attention to the past stand
+        self.known: list[int] = []  # where keys and values were
+        states: list[Any] = list(cache.states)
+        self.layers, self.sizes = len(stack.blocks), [state.k.shape[2] for state in states]
+        self.seen = array("q", [0] * self.rows)
+        self.facts = [
+            _facts(block.self_attn, state, self.seen, 1)
+            for block, state, _ in zip(stack.blocks, cache.states, stack.kinds, strict=False)
+        ]
+        self.sources: Any = None
+        if lengths is not None and cache.memory is not None:
+            beams = self.rows // cache.memory.rows
+            self.kept += [cache.memory, lengths]
+            self.sources = _facts(stack.blocks[0].cross_attn, cache.cross[0], lengths, beams)
+        self._write(stack)
+
+    def run(self, x: Tensor, seen: list[int], cache: Cache) -> Tensor:
+        """The stream behind all blocks, with so many keys to be seen by each row."""
+        x = x.contiguous()
+        ctypes.memmove(self.stream.data_ptr(), x.data_ptr(), x.nbytes)
+        self.seen[:] = array("q", seen)
+        keys = max(seen)
+        for facts in self.facts:
+            facts[MOST] = keys
+        states: list[Any] = [*cache.states, *cache.cross]
+        now = [place for s in states for place in (s.k.data_ptr(), s.v.data_ptr())]
+        if now != self.known:
+            self.known = now
+            for place, whose in self.moving:
+                self.list[place] = now[whose]
+        threads = self._threads(keys * self.width)
+        if self.list[self.attending[0]] != threads:
+            for place in self.attending:
+                self.list[place] = threads
+        start, size = self.list.buffer_info()
+        self.steps["run"](start, size // (1 + ARGUMENTS), *[0] * 8)
+        out = torch.empty_like(x)
+        ctypes.memmove(out.data_ptr(), self.stream.data_ptr(), out.nbytes)
+        return out
+
+    # -- attention
+
+    def _positions(self, number: int) -> tuple[int, int]:
+        return self._told(number), self.sizes[number]
+
+    def _mix(self, attn: Any, number: int, q: int, k: int, v: int) -> None:
+        for i, place in enumerate((k, v)):
+            self.moving.append((len(self.list) + 2, 2 * number + i))
+            self._step("put", place, 0, self._told(number), self.rows)
+        self.attending.append(len(self.list) + THREADS)
+        self._attend(q, self._told(number), self.rows * attn.n_heads, number)
+
+    def _look(self, attn: Any, number: int, x: Tensor) -> None:
+        heads, q = attn.n_heads, self.wide.data_ptr()
+        self._product(attn.q_proj, x, self.wide)
+        if attn.q_norm is not None:
+            self._norm_at(attn.q_norm, q, q, self.rows * heads)
+        sources = self.rows // self.sources[ASKED]
+        threads = self._threads(heads * attn.head_dim * self.sources[MOST])
+        told = self.sources.buffer_info()[0]
+        self._attend(q, told, sources * heads, self.layers + number, threads)
+
+    def _told(self, number: int) -> int:
+        return self.facts[number % len(self.facts)].buffer_info()[0]
+
+    def _attend(self, q: int, told: int, count: int, number: int, threads: int = 1) -> None:
+        """Attention to the keys and values of a state."""
+        self.moving += [(len(self.list) + 2 + i, 2 * number + i) for i in (0, 1)]
+        self._step("attend", q, 0, 0, self.far.data_ptr(), told, 0, count, 0, threads)
+
+
+def row_lengths(at: Positions, rows: int) -> array[int] | None:
+    """How many tokens each of so many rows has, if they stand at its start and there is one at
+    least.
+    """
+    if not at.holes:
+        return array("q", [at.length] * rows)
+    filled = at.filled().expand(rows, -1)
+    lengths = filled.sum(dim=1, keepdim=True)
+    first = torch.arange(at.length, device=filled.device) < lengths
+    if not filled.equal(first) or int(lengths.min()) < 1:
+        return None
+    return array("q", lengths.flatten().tolist())
+
+
+def _facts(attn: Any, state: Any, seen: array[int], queries: int) -> array[int]:
+    """What attention is told of heads, widths and steps; a source's beams ask together."""
+    heads, d, k = attn.n_heads, attn.head_dim, state.k
+    told = {
+        "heads": heads,
+        "group": heads // attn.n_kv_heads,
+        "d": d,
+        "seen": seen.buffer_info()[0],
+        "each": seen.itemsize,
+        "most": max(seen),
+        "queries": queries,
+        "q_row": queries * heads * d,
+        "q_head": d,
+        "q_query": heads * d,
+        "k_row": k.stride(0),
+        "k_head": k.stride(1),
+        "k_key": k.stride(2),
+        "scale": bits(attn.kernel.scale),
+    }
+    return array("q", [told[name] for name in FACTS])
