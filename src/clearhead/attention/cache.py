@@ -204,6 +204,19 @@ class KV(State):
         self.k, self.v = (self._filled_rows(buffer, each) for buffer in (self.k, self.v))
         self.bare = True
 
+    def move(self, lies: Int[Tensor, "n size"]) -> None:
+        """Every slot in use to its row, from the row where it lies."""
+        now = lies[:, : self.slots.used]
+        if now.equal(now[:, :1].expand_as(now)):
+            self.select(lies[:, 0])  # whole rows
+            return
+        numbers = torch.arange(now.shape[1], device=now.device)
+        for name in ("k", "v"):
+            old = getattr(self, name)
+            new = old.new_zeros((len(lies), *old.shape[1:]))
+            new[:, :, : len(numbers)] = old[now, :, numbers].transpose(1, 2)
+            setattr(self, name, new)
+
     def _filled_rows(
         self, buffer: Float[Tensor, "b g size d"], each: Int[Tensor, " n"]
     ) -> Float[Tensor, "c g size d"]:
@@ -237,6 +250,7 @@ class Cache:
     ) -> None:
         self.kinds, self.states, self.cross = list(kinds), list(states), list(cross)
         self.memory = memory  # what `encode` returned, for decoders that look at a source
+        self.lies: Int[Tensor, "rows size"] | None = None  # see `reorder`
         self.ends: tuple[int, ...] = (0,) * rows
         self.peaks = self.ends  # the furthest each row ever stood: what a ring overwrote stays lost
 
@@ -288,6 +302,8 @@ class Cache:
         """Row i becomes what row rows[i] was; with several beams, rows stay inside their source.
 
         Rows on a CPU are checked; to look at those on another device would mean to wait for it.
+        There keys and values stay where they are, if they can: `lies` says in which row of the
+        buffers each slot of a row is, and whoever cannot follow that calls `gather` first.
         """
         beams = self._beams()
         if rows.device.type == "cpu":
@@ -295,6 +311,18 @@ class Cache:
         self._select_rows(rows)
         if beams == 1:
             self._select_sources(rows)
+        states: list[Any] = self.states
+        if self.lies is not None and 2 * len(rows) <= len(states[0].k):
+            self.gather()  # half of the memory is free then
+
+    def gather(self) -> None:
+        """Bring keys and values to the rows that they belong to."""
+        if self.lies is None:
+            return
+        lies, self.lies = self.lies, None
+        for state in self.states:
+            assert isinstance(state, KV)
+            state.move(lies)
 
     def keep(self, sources: Int[Tensor, " n"]) -> None:
         """Keep these sources with all their beams, and drop the rest (finished ones)."""
@@ -304,6 +332,7 @@ class Cache:
         steps = torch.arange(beams, device=sources.device)
         self._select_rows((sources.unsqueeze(1) * beams + steps).flatten())
         self._select_sources(sources)
+        self.gather()
 
     def trim(self, ends: int | Sequence[int]) -> None:
         """Go back: every row, or each row by itself, forgets its positions from `ends` on."""
@@ -317,12 +346,14 @@ class Cache:
         )
         for slots in self.kinds:
             slots.check_trim(ends, self.peaks)
+        self.gather()
         for slots in self.kinds:
             slots.trim(ends)
         self.ends = tuple(min(old, new) for old, new in zip(self.ends, ends, strict=True))
 
     def snapshot(self) -> Cache:
         """An independent copy of everything remembered; the source, never written to, is shared."""
+        self.gather()
         parts = (*self.kinds, *self.states, *self.cross)
         tensors = [x for part in parts for x in vars(part).values() if isinstance(x, Tensor)]
         # Without their history: deepcopy refuses a tensor that an operation made under autograd.
@@ -348,10 +379,17 @@ class Cache:
         )
 
     def _select_rows(self, rows: Int[Tensor, " n"]) -> None:
+        if self._can_wait(rows):
+            own, used = torch.arange(len(rows), device=rows.device).unsqueeze(1), self.kinds[0].used
+            size = self.kinds[0].size
+            before = rows.unsqueeze(1).expand(-1, size) if self.lies is None else self.lies[rows]
+            self.lies = torch.where(torch.arange(size, device=rows.device) < used, before, own)
+        else:
+            self.gather()
+            for state in self.states:
+                state.select(rows)
         for slots in self.kinds:
             slots.select(rows)
-        for state in self.states:
-            state.select(rows)
         if len(set(self.ends)) == len(set(self.peaks)) == 1:
             # Then the order does not matter, and no device is waited for.
             self.ends, self.peaks = self.ends[:1] * len(rows), self.peaks[:1] * len(rows)
@@ -359,6 +397,20 @@ class Cache:
             order = rows.tolist()
             self.ends = tuple(self.ends[i] for i in order)
             self.peaks = tuple(self.peaks[i] for i in order)
+
+    def _can_wait(self, rows: Int[Tensor, " n"]) -> bool:
+        """Whether slots can stay where they are: new ones must be new to all rows, and have room in
+        a row of their own.
+        """
+        if rows.device.type != "cpu" or not all(type(state) is KV for state in self.states):
+            return False
+        states: list[Any] = self.states
+        return (
+            len({slots.size for slots in self.kinds}) == 1
+            and all(slots.reach is None and slots.even for slots in self.kinds)
+            and len(rows) <= len(states[0].k)
+            and not any(state.k.requires_grad or state.v.requires_grad for state in states)
+        )
 
     def _select_sources(self, sources: Int[Tensor, " n"]) -> None:
         for state in self.cross:

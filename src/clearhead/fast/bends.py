@@ -114,3 +114,59 @@ def exponents(f: Function, weights: Any, most: Any, keys: Any, room: Any) -> Any
         f.store(found, at)
         f.b.store(f.b.fadd(f.b.load(total, typ=f.vector), found), total)
     return f.total(f.b.load(total, typ=f.vector))
+
+
+def write_peaks(f: Function) -> None:
+    """(x, tops, 0, 0, sums, width, rows, part): of the rows from `first` to before `last` the
+    largest number of each whole part, of the row, and the sum of exp(number - the row's largest).
+    """
+    x, tops, sums, width, part, first, last = (f.args[i] for i in (0, 1, 4, 5, 7, 8, 9))
+    lanes = f.shape.lanes
+    count = f.b.sdiv(width, part)
+    whole = f.times(count, part)
+    with f.loop(first, last) as row:
+        start = f.add(x, f.times(f.times(row, width), 4))
+        to = f.add(tops, f.times(f.times(row, f.add(count, 1)), 4))
+        best = f.variable(f.vector, f.spread(-math.inf))
+        with f.loop(f.const(0), count) as i:
+            own = f.variable(f.vector, f.spread(-math.inf))
+            with f.loop(f.times(i, part), f.times(f.add(i, 1), part), lanes) as at:
+                number = f.floats(f.add(start, f.times(at, 4)))
+                f.b.store(larger(f, number, f.b.load(own, typ=f.vector)), own)
+            found = largest(f, f.b.load(own, typ=f.vector))
+            f.store(_first(f, found), f.add(to, f.times(i, 4)))
+            f.b.store(larger(f, found, f.b.load(best, typ=f.vector)), best)
+        with f.loop(whole, width) as at:
+            number = f.everywhere(f.load(f.add(start, f.times(at, 4)), F32, 4))
+            f.b.store(larger(f, number, f.b.load(best, typ=f.vector)), best)
+        top = f.b.load(best, typ=f.vector)
+        f.store(_first(f, top), f.add(to, f.times(count, 4)))
+        total, rest = f.variable(f.vector), f.variable(F32)
+        with f.loop(f.const(0), whole, lanes) as at:
+            found = exp(f, f.b.fsub(f.floats(f.add(start, f.times(at, 4))), top))
+            f.b.store(f.b.fadd(f.b.load(total, typ=f.vector), found), total)
+        with f.loop(whole, width) as at:
+            number = f.everywhere(f.load(f.add(start, f.times(at, 4)), F32, 4))
+            found = _first(f, exp(f, f.b.fsub(number, top)))
+            f.b.store(f.b.fadd(f.b.load(rest, typ=F32), found), rest)
+        total = f.b.fadd(f.total(f.b.load(total, typ=f.vector)), f.b.load(rest, typ=F32))
+        f.store(total, f.add(sums, f.times(row, 4)))
+
+
+def _first(f: Function, vector: Any) -> Any:
+    return f.b.extract_element(vector, ir.Constant(I32, 0))
+
+
+def larger(f: Function, x: Any, y: Any) -> Any:
+    """The larger one of every lane; `y` where one is no number."""
+    return f.b.select(f.b.fcmp_ordered(">", x, y), x, y)
+
+
+def largest(f: Function, vector: Any) -> Any:
+    """The largest lane, in all lanes."""
+    lanes = f.shape.lanes
+    apart = lanes // 2
+    while apart:
+        vector = larger(f, vector, f.shuffle(vector, vector, [i ^ apart for i in range(lanes)]))
+        apart //= 2
+    return vector

@@ -28,9 +28,11 @@ MISSING = "Fast products take llvmlite, which is not installed: pip install 'cle
 ARGUMENTS = 10  # of every compiled function
 # What attention is told, each in 8 bytes: its heads; where the number of keys that the first row
 # sees stands, how many bytes behind it that of the next (0: one number for all), and the most of
-# these; and the steps from one number to the next.
+# these; a table with the row of the buffers in which a row's key lies, and the bytes from a row of
+# the table and from a key to the next; and the steps from one number to the next.
 FACTS = (
     *("heads", "group", "d", "seen", "each", "most", "queries"),
+    *("lies", "lies_row", "lies_key"),
     *("q_row", "q_head", "q_query", "k_row", "k_head", "k_key", "scale"),
 )
 FORK, WHO, TEAM = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"  # of torch's OpenMP

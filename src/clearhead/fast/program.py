@@ -64,6 +64,8 @@ class Program:
             or self._watched().heard()
         ):
             return None
+        if not at.dense:
+            cache.gather()  # a new key may be in the place of another row's
         seen = _seen(at, cache)
         if seen is None:
             return None

@@ -19,7 +19,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from clearhead.fast.bends import exp
+from clearhead.fast.bends import exp, larger, largest
 from clearhead.fast.compile import FACTS
 from clearhead.fast.panels import SQUARE, VECTORS, multiplied, room, transposed
 from clearhead.fast.words import F32, I32, I64, Function
@@ -136,22 +136,8 @@ def _scores(f: Function, weights: list[Any], first: Any, head: _Head, rooms: _Ro
             for j, total in enumerate(own):
                 score = f.b.fmul(total, scale)
                 f.store(score, f.add(row, f.times(key, 4), step * j))
-                f.b.store(_larger(f, score, f.b.load(top, typ=f.vector)), top)
-    return [_largest(f, f.b.load(top, typ=f.vector)) for top in tops]
-
-
-def _larger(f: Function, x: Any, y: Any) -> Any:
-    return f.b.select(f.b.fcmp_ordered(">", x, y), x, y)
-
-
-def _largest(f: Function, vector: Any) -> Any:
-    """The largest lane, in all lanes."""
-    lanes = f.shape.lanes
-    apart = lanes // 2
-    while apart:
-        vector = _larger(f, vector, f.shuffle(vector, vector, [i ^ apart for i in range(lanes)]))
-        apart //= 2
-    return vector
+                f.b.store(larger(f, score, f.b.load(top, typ=f.vector)), top)
+    return [largest(f, f.b.load(top, typ=f.vector)) for top in tops]
 
 
 def _exponents(f: Function, weights: list[Any], tops: list[Any], keys: Any) -> list[Any]:

@@ -18,11 +18,12 @@ from torch import Tensor
 from clearhead.attention.cache import Cache
 from clearhead.attention.positions import Positions
 from clearhead.fast import compile as compiled
+from clearhead.fast.between import own_rows
 from clearhead.fast.calls import Calls, bits
 from clearhead.fast.compile import ARGUMENTS, FACTS
 from clearhead.layers.stack import Stack
 
-MOST, ASKED = FACTS.index("most"), FACTS.index("queries")
+MOST, ASKED, LIES = (FACTS.index(name) for name in ("most", "queries", "lies"))
 THREADS = 1 + 8  # where a call of attention has them
 
 
@@ -39,7 +40,8 @@ class StepCalls(Calls):
         self.known: list[int] = []  # where keys and values were
         states: list[Any] = list(cache.states)
         self.layers, self.sizes = len(stack.blocks), [state.k.shape[2] for state in states]
-        self.seen = array("q", [0] * self.rows)
+        self.seen, self.own = array("q", [0] * self.rows), own_rows(self.rows)
+        self.kept.append(own_rows(cache.memory.rows) if cache.memory is not None else None)
         self.facts = [
             _facts(block.self_attn, state, self.seen, 1)
             for block, state, _ in zip(stack.blocks, cache.states, stack.kinds, strict=False)
@@ -57,8 +59,10 @@ class StepCalls(Calls):
         ctypes.memmove(self.stream.data_ptr(), x.data_ptr(), x.nbytes)
         self.seen[:] = array("q", seen)
         keys = max(seen)
+        lies = self._lies(cache)
         for facts in self.facts:
             facts[MOST] = keys
+            facts[LIES : LIES + 3] = lies
         states: list[Any] = [*cache.states, *cache.cross]
         now = [place for s in states for place in (s.k.data_ptr(), s.v.data_ptr())]
         if now != self.known:
@@ -74,6 +78,13 @@ class StepCalls(Calls):
         out = torch.empty_like(x)
         ctypes.memmove(out.data_ptr(), self.stream.data_ptr(), out.nbytes)
         return out
+
+    def _lies(self, cache: Cache) -> array[int]:
+        """Where the table of keys is, and its steps."""
+        if cache.lies is None:
+            return array("q", (self.own.buffer_info()[0], self.own.itemsize, 0))
+        size = cache.lies.element_size()
+        return array("q", (cache.lies.data_ptr(), size * cache.lies.stride(0), size))
 
     # -- attention
 
@@ -123,6 +134,7 @@ def row_lengths(at: Positions, rows: int) -> array[int] | None:
 def _facts(attn: Any, state: Any, seen: array[int], queries: int) -> array[int]:
     """What attention is told of heads, widths and steps; a source's beams ask together."""
     heads, d, k = attn.n_heads, attn.head_dim, state.k
+    own = own_rows(len(seen))
     told = {
         "heads": heads,
         "group": heads // attn.n_kv_heads,
@@ -131,6 +143,9 @@ def _facts(attn: Any, state: Any, seen: array[int], queries: int) -> array[int]:
         "each": seen.itemsize,
         "most": max(seen),
         "queries": queries,
+        "lies": own.buffer_info()[0],
+        "lies_row": own.itemsize,
+        "lies_key": 0,
         "q_row": queries * heads * d,
         "q_head": d,
         "q_query": heads * d,

@@ -7,6 +7,7 @@ queries; its tanh takes five times as long as it must.
     gelu_tanh, quick_gelu, silu     x / (1 + exp(-u)), u a polynomial of x
     gelu, relu                      for `calls`; elsewhere PyTorch's own are as quick
     sequences                       attention within whole sequences: see the file of that name
+    peaks                           the largest of a row and of its parts, and its sum of exp
     run_each                        several lists of calls at once, a thread each
 
 The slow twins are `Kernel.forward` and `ACTIVATIONS`.
@@ -22,7 +23,7 @@ from typing import Any
 from llvmlite import ir
 
 from clearhead.fast import emit, rows
-from clearhead.fast.bends import BENDS, CHUNK, exponents, pointwise
+from clearhead.fast.bends import BENDS, CHUNK, exponents, pointwise, write_peaks
 from clearhead.fast.compile import FACTS
 from clearhead.fast.sequences import write_sequences
 from clearhead.fast.words import F32, I64, LINE, Function, Shape
@@ -36,6 +37,7 @@ def write_module(name: str, shape: Shape) -> str:
     <name>_attend(q, k, v, out, facts, 0, rows * heads, 0, threads, 0)
     <name>_sequences(q, k, v, out, facts, starts, sequences * heads, 0, threads, 0)
     <name>_silu(x, 0, 0, 0, out, 0, count, 0, threads, 0)
+    <name>_peaks(x, tops, 0, 0, sums, width, rows, part, threads, 0)
     <name>_run_each(lists, 0, 0, 0, 0, 0, count, 0, threads, 0)
     and those of `rows`
     """
@@ -44,6 +46,7 @@ def write_module(name: str, shape: Shape) -> str:
         "attend": (1, _attend),
         "sequences": (1, write_sequences),
         "run_each": (1, rows.run_each),
+        "peaks": (1, write_peaks),
     }
     for own, bend in BENDS.items():
         parts[own] = CHUNK, partial(pointwise, function=bend)
@@ -74,11 +77,9 @@ def _attend(f: Function) -> None:
     weights = f.b.ptrtoint(f.b.alloca(F32, f.add(facts["most"], lanes)), I64)
     with f.loop(first, last) as unit:
         row, head = f.b.sdiv(unit, heads), f.b.srem(unit, heads)
-        own = f.add(
-            f.times(row, facts["k_row"]),
-            f.times(f.b.sdiv(head, facts["group"]), facts["k_head"]),
-        )
-        keys, values = (f.add(each, f.times(own, 4)) for each in (k, v))
+        own = f.times(f.times(f.b.sdiv(head, facts["group"]), facts["k_head"]), 4)
+        keys, values = f.add(k, own), f.add(v, own)
+        facts["table"] = f.add(facts["lies"], f.times(row, facts["lies_row"]))
         facts["keys"] = rows.seen_by(f, told, row)
         room = f.b.and_(f.add(facts["keys"], lanes - 1), f.const(-lanes))
         with f.loop(f.const(0), queries) as number:
@@ -94,6 +95,12 @@ def _attend(f: Function) -> None:
             _weighted_sum(f, ends, total, facts)
 
 
+def _key(f: Function, facts: dict[str, Any], number: Any) -> Any:
+    """Where a key of this row lies, in bytes from the start of the buffer."""
+    row = f.load(f.add(facts["table"], f.times(number, facts["lies_key"])), I64, 8)
+    return f.times(f.add(f.times(row, facts["k_row"]), f.times(number, facts["k_key"])), 4)
+
+
 def _scores(f: Function, places: tuple[Any, ...], facts: dict[str, Any], scale: Any) -> Any:
     """q . k * scale for every key, some keys at a time, and the largest of them."""
     q, keys, values, weights = places
@@ -101,8 +108,7 @@ def _scores(f: Function, places: tuple[Any, ...], facts: dict[str, Any], scale: 
     most = f.variable(F32, ir.Constant(F32, -math.inf))
 
     def some(first: Any, count: int) -> None:
-        step = f.times(facts["k_key"], 4)
-        at = [f.add(keys, f.times(step, f.add(first, j))) for j in range(count)]
+        at = [f.add(keys, _key(f, facts, f.add(first, j))) for j in range(count)]
         totals = [f.variable(f.vector) for _ in at]
         with f.loop(f.const(0), f.times(facts["d"], 4), LINE) as line:
             for key in at:  # its value is needed as soon as all scores are there
@@ -138,7 +144,7 @@ def _weighted_sum(
         sums = [f.variable(f.vector) for _ in range(vectors)]
         with f.loop(f.const(0), facts["keys"]) as j:
             weight = f.everywhere(f.load(f.add(weights, f.times(j, 4)), F32, 4))
-            value = f.add(values, f.times(f.add(f.times(j, facts["k_key"]), first), 4))
+            value = f.add(values, _key(f, facts, j), f.times(first, 4))
             for i, place in enumerate(sums):
                 numbers = f.floats(f.add(value, 4 * lanes * i))
                 f.b.store(f.fma(weight, numbers, f.b.load(place, typ=f.vector)), place)

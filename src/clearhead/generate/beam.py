@@ -36,11 +36,12 @@ from clearhead.attention.cache import Cache
 from clearhead.errors import require
 from clearhead.generate.batch import Rows, check_logits, prefill, row_limits
 from clearhead.generate.rules import NONE, Rules, apply_rules
-from clearhead.generate.sampling import best_few
+from clearhead.generate.sampling import best_few, best_log_p
 from clearhead.layers.stack import Memory
 from clearhead.tap import Activations, capture
 
 NEVER = -math.inf
+Candidates = tuple[Tensor, Tensor, Tensor, Tensor]
 STEEPEST = 50  # a power of the length beyond it is no number any more
 
 
@@ -149,7 +150,6 @@ def beam_search(
             _follow(cache, parents, kept)
             del logits  # as large as all else that is new in a step
             logits = net.decode(running.written[:, :, -1].reshape(-1, 1), cache=cache)[:, -1]
-            check_logits(logits)
             if looks is not None:
                 running.look(_last_look(looks, beam.width, [1] * len(kept)))
 
@@ -232,12 +232,15 @@ class _Running:
         """Extend, write down what ended, keep the best; returns which beam each new one extends
         and which sources go on.
         """
-        log_p, penalty = self._log_p(logits), self._penalty()
-        taken = torch.zeros_like(log_p[:, 0]) if self.beam.groups > 1 else None
         parts = []
-        for group in range(self.beam.groups):
-            parts.append(self._extend(group, log_p, penalty, taken))
-            if taken is not None:
+        if self.beam.groups == 1 and self.beam.rules is NONE:
+            parts.append(self._extend(0, self._best(logits)))
+        else:
+            check_logits(logits)
+            log_p = self._log_p(logits)
+            taken = torch.zeros_like(log_p[:, 0])
+            for group in range(self.beam.groups):
+                parts.append(self._extend(group, self._best_of_group(group, log_p, taken)))
                 scores, texts, _ = parts[-1]
                 taken.scatter_add_(1, texts[:, :, -1], (scores > NEVER).to(taken.dtype))
         self.scores, self.written, parents = (torch.cat(x, 1) for x in zip(*parts, strict=True))
@@ -275,16 +278,10 @@ class _Running:
         logs = self.covered.clamp(min=least, max=1.0).log().masked_fill(~self.filled, 0.0)
         return self.beam.coverage_penalty * logs.sum(dim=2)
 
-    def _extend(
-        self,
-        group: int,
-        log_p: Float[Tensor, "s w v"],
-        penalty: Float[Tensor, "s w"],
-        taken: Float[Tensor, "s v"] | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _extend(self, group: int, candidates: Candidates) -> tuple[Tensor, Tensor, Tensor]:
         """The group's next beams: their sums, their texts, and which beams they extend."""
-        beam, first = self.beam, group * self.size
-        worth, values, parents, tokens = self._candidates(first, log_p, taken)
+        beam, penalty = self.beam, self._penalty()
+        worth, values, parents, tokens = candidates
         texts = torch.cat((_pick(self.written, parents), tokens.unsqueeze(2)), dim=2)
         length = texts.shape[2]
         stop = torch.tensor(sorted(beam.stop), dtype=torch.long, device=tokens.device)
@@ -304,31 +301,55 @@ class _Running:
                 scores[source] = NEVER
         return scores, _pick(texts, order), parents.gather(1, order)
 
-    def _candidates(
-        self, first: int, log_p: Float[Tensor, "s w v"], taken: Float[Tensor, "s v"] | None
-    ) -> tuple[Tensor, ...]:
-        """The best extensions [s, k] of a group: what they are compared by, their sums, the beams
-        they extend, and by which tokens. So many that all beams go on even if every stop id of
-        every beam is among them.
+    def _count(self, v: int) -> int:
+        """How many extensions of a group are looked at: so many that all beams go on even if every
+        stop id of every beam is among them.
         """
-        last, v = first + self.size, log_p.shape[2]
-        own = log_p[:, first:last]
-        if taken is not None:
-            own = own - self.beam.diversity_penalty * taken.unsqueeze(1)
-        count = min(max(2, 1 + len(self.beam.stop)), v) * self.size
+        return min(max(2, 1 + len(self.beam.stop)), v) * self.size
+
+    def _best(self, logits: Float[Tensor, "rows v"]) -> Candidates:
+        """The best extensions [s, k]: what they are compared by, their sums, the beams they extend,
+        and by which tokens.
+        """
+        v = logits.shape[1]
+        count = self._count(v)
         # No more of one beam can be among the best of all.
-        values, indices = best_few(own, min(count, v))
-        best = (self.scores[:, first:last].unsqueeze(2) + values).flatten(1).topk(count, dim=1)
-        tokens = indices.flatten(1).gather(1, best.indices)
-        parents = first + best.indices // values.shape[2]
-        if taken is None:
-            return best.values, best.values, parents, tokens
+        found = best_log_p(logits.float().contiguous(), min(count, v), sorted(self.beam.never))
+        values, indices = (each.view(*self.scores.shape, -1) for each in found)
+        sums, parents, tokens = _best_of_all(self.scores, values, indices, count)
+        return sums, sums, parents, tokens
+
+    def _best_of_group(
+        self, group: int, log_p: Float[Tensor, "s w v"], taken: Float[Tensor, "s v"]
+    ) -> Candidates:
+        """The same of a group, where tokens that others have taken are worth less."""
+        first, v = group * self.size, log_p.shape[2]
+        count, own = self._count(v), slice(first, first + self.size)
+        worth = log_p[:, own] - self.beam.diversity_penalty * taken.unsqueeze(1)
+        few = best_few(worth, min(count, v))
+        best, parents, tokens = _best_of_all(self.scores[:, own], *few, count)
+        parents = first + parents
         values = self.scores.gather(1, parents) + log_p.flatten(1).gather(1, parents * v + tokens)
-        return best.values, values, parents, tokens
+        return best, values, parents, tokens
 
     def _going(self) -> list[int]:
         """The sources that have a beam left."""
         return (self.scores > NEVER).any(dim=1).nonzero().flatten().tolist()
+
+
+def _best_of_all(
+    scores: Float[Tensor, "s w"],
+    values: Float[Tensor, "s w k"],
+    indices: Int[Tensor, "s w k"],
+    count: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the best extensions of every beam the best: their sums, beams and tokens."""
+    best = (scores.unsqueeze(2) + values).flatten(1).topk(count, dim=1)
+    return (
+        best.values,
+        best.indices // values.shape[2],
+        indices.flatten(1).gather(1, best.indices),
+    )
 
 
 @contextmanager

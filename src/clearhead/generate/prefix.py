@@ -115,6 +115,7 @@ class Prefixes:
         n = len(ids)
         if n < LEAST:
             return
+        cache.gather()
         states = [state for state in cache.states if isinstance(state, KV)]
         layers = tuple((s.k[0, :, :n].clone(), s.v[0, :, :n].clone()) for s in states)
         # What is a part of the new one is not kept twice.

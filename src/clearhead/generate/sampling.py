@@ -23,10 +23,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from clearhead.errors import require
-from clearhead.generate.rules import NONE, Rules
+from clearhead.fast.peaks import peaks
+from clearhead.generate.rules import NEVER, NONE, Rules
 
 Logits = Float[Tensor, "b v"]
 FEW = 1024
+NO_NUMBERS = "The model's outputs are not numbers: its weights are damaged."
 PART = 128  # tokens whose best one is compared with that of others first
 Dice = torch.Generator | Sequence[torch.Generator | None] | None
 
@@ -113,17 +115,38 @@ def best(logits: Logits) -> Int[Tensor, " b"]:
     return logits.argmax(dim=-1)
 
 
-def best_few(x: Float[Tensor, "*b v"], k: int) -> tuple[Float[Tensor, "*b k"], Int[Tensor, "*b k"]]:
+def best_log_p(
+    logits: Logits, k: int, never: Sequence[int] = ()
+) -> tuple[Float[Tensor, "b k"], Int[Tensor, "b k"]]:
+    """The log-probabilities of the k best tokens of each row, the best first, and which they are;
+    those in `never` have theirs, but are not chosen. The logits are used up.
+    """
+    banned = torch.tensor(never, dtype=torch.long, device=logits.device)
+    left_out = logits[:, banned].logsumexp(dim=1, keepdim=True)  # of none: log 0
+    if never:
+        logits.index_fill_(1, banned, NEVER)
+    found = peaks(logits, PART)
+    tops, total = (None, logits.logsumexp(dim=1, keepdim=True)) if found is None else found
+    total = torch.logaddexp(total, left_out)
+    values, where = best_few(logits, k, tops)
+    # A sum that is no number, or a best one that is none, comes of a logit that is none.
+    require(bool(torch.isfinite(total + values[:, :1]).all()), NO_NUMBERS)
+    return values - total, where
+
+
+def best_few(
+    x: Float[Tensor, "*b v"], k: int, tops: Float[Tensor, "*b parts"] | None = None
+) -> tuple[Float[Tensor, "*b k"], Int[Tensor, "*b k"]]:
     """The k largest of a row, the largest first, and where they stand.
 
     Of a large vocabulary only those k parts are looked through whose largest number is among the k
-    largest of all parts: the others cannot have any.
+    largest of all parts (`tops`, where they are known): the others cannot have any.
     """
     parts = x.shape[-1] // PART
     if not x.is_cpu or 4 * k > parts:
         return x.topk(k, dim=-1)
     cut, rest = x[..., : parts * PART].unflatten(-1, (parts, PART)), x[..., parts * PART :]
-    where = cut.amax(dim=-1).topk(k, dim=-1).indices
+    where = (cut.amax(dim=-1) if tops is None else tops).topk(k, dim=-1).indices
     found = cut.gather(-2, where.unsqueeze(-1).expand(*where.shape, PART)).flatten(-2)
     values, at = torch.cat((found, rest), dim=-1).topk(k, dim=-1)
     inside = where.gather(-1, (at // PART).clamp(max=k - 1)) * PART + at % PART
