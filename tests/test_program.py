@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import struct
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -210,6 +211,73 @@ def test_a_decoder_with_a_source_writes_the_same_both_ways(name, form, beams, ra
             other.keep(torch.tensor([1]))
             text = text[beams:]
     assert ran.count("run") == 9  # the first step projects the source
+
+
+def _fewer(cache):
+    cache.reorder(torch.tensor([4, 1, 1, 5, 0]))
+    assert cache.states[0].k.shape[0] in (6, 5)
+    cache.reorder(torch.tensor([3, 2]))
+    assert cache.lies is None  # little is left of it
+    assert cache.states[0].k.shape[0] == 2
+
+
+BETWEEN = {
+    "nothing": lambda cache: None,
+    "a snapshot": lambda cache: cache.restore(cache.snapshot()),
+    "going back": lambda cache: cache.trim(5),
+    "fewer rows": _fewer,
+    "rows that differ": lambda cache: cache.trim([5, 7, 7, 6, 7, 7]),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_keys_stay_where_they_are_until_somebody_cannot_follow(between, ran):
+    net = make_fast(plain("llama"), "fp32")
+    twin = copy.deepcopy(net)
+    twin.stack.step = None
+    cache, other = net.new_cache(6, 30), twin.new_cache(6, 30)
+    place = cache.states[0].k.data_ptr()
+    orders = torch.randint(6, (12, 6), generator=torch.Generator().manual_seed(1))
+    for i, order in enumerate(orders):
+        given = ids(cache.rows, 1, seed=i)
+        close("fp32", net.decode(given, cache=cache), twin.decode(given, cache=other))
+        for each in (cache, other):
+            each.reorder(order[: each.rows] % each.rows)
+        if i == 6:
+            assert cache.lies is not None
+            assert cache.states[0].k.data_ptr() == place
+            BETWEEN[between](cache)
+            BETWEEN[between](other)
+    assert ran.count("run") == 12
+
+
+def test_a_listener_finds_keys_where_they_belong():
+    net = make_fast(plain("llama"), "fp32")
+    twin = copy.deepcopy(net)
+    twin.stack.step = None
+    cache, other = net.new_cache(4, 30), twin.new_cache(4, 30)
+    for i in range(6):
+        given = ids(4, 1, seed=i)
+        with ch.capture(net, "blocks.0.leave") if i == 4 else nullcontext():
+            close("fp32", net.decode(given, cache=cache), twin.decode(given, cache=other))
+        for each in (cache, other):
+            each.reorder(torch.tensor([2, 0, 0, 3]))
+
+
+def test_a_row_fans_out():
+    net = make_fast(plain("pre", PAIRS), "fp32")
+    memory = net.encode(ids(2, 7), Positions.ragged([7, 4]))
+    cache, other = net.new_cache(memory, 20), net.new_cache(memory, 20, 3)
+    start = ids(2, 1)
+    first = net.decode(start, cache=cache)
+    cache.fan_out(3)
+    begun = net.decode(start.repeat_interleave(3, 0), cache=other)
+    close("fp32", first.repeat_interleave(3, 0), begun)
+    for i in range(3):
+        step = ids(6, 1, seed=i)
+        close("fp32", net.decode(step, cache=cache), net.decode(step, cache=other))
+    with pytest.raises(ch.ClearheadError, match="1 row or more"):
+        cache.fan_out(0)
 
 
 def test_many_beams_of_a_source_go_through_the_blocks(ran):

@@ -8,7 +8,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as theirs
 
 from clearhead.errors import ClearheadError
-from clearhead.generate.sampling import Sampling, best, best_few, choose, probabilities
+from clearhead.generate.sampling import Sampling, best, best_few, best_log_p, choose, probabilities
 
 CASES = [
     {},
@@ -163,6 +163,31 @@ def test_the_best_few_are_those_of_topk(size, k):
     expected = x.topk(k, dim=-1)
     assert values.equal(expected.values)
     assert indices.equal(expected.indices)
+
+
+@pytest.mark.parametrize("never", [(), (3, 0)])
+@pytest.mark.parametrize(("rows", "size"), [(1, 37), (5, 6000), (3, 32_000), (2, 50_257)])
+def test_the_best_few_by_log_probability(rows, size, never):
+    logits = 5 * torch.randn(rows, size, generator=torch.Generator().manual_seed(size))
+    logits[0, -1] = 40.0
+    logits[-1, 5:9] = -torch.inf
+    logits[:, 3] += 30.0  # where it may not be chosen it still has its probability
+    expected = logits.double().log_softmax(dim=1)
+    expected[:, list(never)] = -torch.inf
+    expected = expected.topk(8, dim=1)
+    values, indices = best_log_p(logits, 8, never)
+    torch.testing.assert_close(values.double(), expected.values, rtol=1e-5, atol=1e-5)
+    assert indices.equal(expected.indices)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("place", [7, -1])
+@pytest.mark.parametrize("size", [37, 50_257])
+def test_a_logit_that_is_no_number_is_refused(size, place, bad):
+    logits = torch.randn(2, size)
+    logits[1, place] = bad
+    with pytest.raises(ClearheadError, match="not numbers"):
+        best_log_p(logits, 4)
 
 
 def test_the_best_token_is_torch_s_and_the_first_of_equal_ones():

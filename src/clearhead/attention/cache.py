@@ -315,6 +315,12 @@ class Cache:
         if self.lies is not None and 2 * len(rows) <= len(states[0].k):
             self.gather()  # half of the memory is free then
 
+    def fan_out(self, beams: int, device: torch.device | str | None = None) -> None:
+        """Every row becomes so many, one behind the other, that share its source."""
+        require(beams >= 1, f"A row becomes 1 row or more, not {beams}.")
+        if beams > 1:
+            self._select_rows(torch.arange(self.rows, device=device).repeat_interleave(beams))
+
     def gather(self) -> None:
         """Bring keys and values to the rows that they belong to."""
         if self.lies is None:

@@ -139,9 +139,8 @@ def prefill(
 ) -> tuple[Cache, Float[Tensor, "rows v"]]:
     """A cache that has read the prompts, with room for so many tokens more, and what may follow.
 
-    Each prompt has `beams` rows, one behind the other. A prompt without a source is read once and
-    its rows are copies; prompts with a source are short, and their cache has its rows from the
-    start. `prefixes`: what was read before and need not be read again; nothing is taken from there
+    Each prompt has `beams` rows, one behind the other: it is read once, and they are copies.
+    `prefixes`: what was read before and need not be read again; nothing is taken from there
     while somebody listens at a tap, who may change what is read.
     """
     if prefixes is not None and any(tap.listeners for tap in taps(net).values()):
@@ -149,7 +148,7 @@ def prefill(
     room = max(len(row) + limit for row, limit in zip(prompts, limits, strict=True))
     known = [0] * len(prompts)
     if memory is None:
-        cache, rows = net.new_cache(len(prompts), room), list(prompts)
+        cache = net.new_cache(len(prompts), room)
         if prefixes is not None:
             known = prefixes.recall(net, cache, prompts)
     else:
@@ -157,22 +156,17 @@ def prefill(
             len(prompts) == memory.rows,
             f"There are {memory.rows} sources and {len(prompts)} prompts: one for each.",
         )
-        cache = net.new_cache(memory, room, beams)
-        rows = [row for row in prompts for _ in range(beams)]
-        known = [0] * len(rows)
+        cache = net.new_cache(memory, room)
     device = next(net.parameters()).device
-    rest = [row[n:] for row, n in zip(rows, known, strict=True)]
+    rest = [row[n:] for row, n in zip(prompts, known, strict=True)]
     ids, at = pad_rows(rest, device, known)
     last = torch.tensor([len(row) - 1 for row in rest], device=device)
     logits = net.decode_last(ids, at, cache, last)
     check_logits(logits)
     if memory is None and prefixes is not None:
         prefixes.keep(cache, prompts)
-    if memory is None and beams > 1:
-        copies = torch.arange(len(rows), device=device).repeat_interleave(beams)
-        cache.reorder(copies)
-        logits = logits[copies]
-    return cache, logits
+    cache.fan_out(beams, device)
+    return cache, logits.repeat_interleave(beams, dim=0) if beams > 1 else logits
 
 
 def check_logits(logits: Tensor) -> None:

@@ -142,7 +142,8 @@ def beam_search(
         sources = [_Source(list(row), end, beam) for row, end in zip(prompts, ends, strict=True)]
         running = _Running(sources, beam, logits.device)
         if looks is not None and memory is not None:
-            running.cover(_last_look(looks, beam.width, [len(row) for row in prompts]), memory)
+            look = _last_look(looks, 1, [len(row) for row in prompts])
+            running.cover(look.expand(-1, beam.width, -1), memory)
         while True:
             parents, kept = running.step(logits)
             if len(kept) == 0:
