@@ -1,249 +1,221 @@
-"""Whole sequences as one list of calls, against the blocks one by one."""
+"""What models say about texts: how likely they are, their labels, tags and answers."""
 
 from __future__ import annotations
 
-import copy
-import struct
-from array import array
-from itertools import accumulate, pairwise
+import contextlib
+import json
+import random
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import clearhead as ch
-from clearhead.attention.positions import Positions
-from clearhead.fast import compile as compiled
-from clearhead.fast.compile import FACTS
-from clearhead.fast.form import make_fast
-from clearhead.layers.stack import Stack
-from tiny import noisy
+import tiny
+from clearhead.errors import ClearheadError
+from clearhead.generate.answer import answer_question, best_span
+from clearhead.text.trained import train_tokenizer
 
-llvm = pytest.importorskip("llvmlite.binding", reason="the extra fast (llvmlite) is not installed")
-llvm.initialize_native_target()
-llvm.initialize_native_asmprinter()
-
-from clearhead.fast import reading  # noqa: E402
-from clearhead.fast.words import Shape  # noqa: E402
-
-SIZES = {"vocab_size": 40, "d_model": 64, "n_layers": 3, "n_heads": 4, "max_len": 400, "d_ff": 96}
-READERS = {
-    "bert": ("bert", {}),
-    "wide heads": ("bert", {"d_model": 96, "n_heads": 2}),
-    "post": ("transformer", {}),
-    "rope": ("transformer", {"placement": "pre", "position": "rope"}),
-    "sandwich": ("transformer", {"placement": "sandwich", "position": "learned"}),
-    "bart": ("bart", {}),
-}
-LENGTHS = [[1], [7], [5, 9, 5], [33, 2, 17, 64], [100, 90, 95, 80], [129, 128, 1, 140, 120, 131]]
-
-
-@pytest.fixture(autouse=True)
-def at_rest():
-    with torch.inference_mode():
-        yield
-
-
-def plain(name):
-    family, own = READERS[name]
-    return noisy(ch.build(family, seed=0, **SIZES | {"dropout": 0.0} | own).net, 0.1)
-
-
-def stack_of(net):
-    return next(part for part in net.modules() if isinstance(part, Stack) and part.read is not None)
-
-
-def read(net, ids, at):
-    return net.encode(ids, at).x if hasattr(net, "encode") else net(ids, at)
-
-
-def rows(lengths, seed=0):
-    """Ids with anything in the empty slots."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(40, (len(lengths), max(lengths)), generator=generator)
-    return ids, Positions.ragged(lengths)
-
-
-@pytest.fixture
-def ran(monkeypatch):
-    """How many lists each call worked off."""
-    counts, steps = [], compiled.steps()
-
-    class Noted(dict):
-        def __getitem__(self, name):
-            if name != "run_each":
-                return steps[name]
-            return lambda *given: (counts.append(given[6]), steps[name](*given))
-
-    noted = Noted()
-    monkeypatch.setattr(compiled, "steps", lambda: noted)
-    return counts
-
-
-def filled(x, lengths):
-    return torch.cat([row[:length] for row, length in zip(x, lengths, strict=True)])
-
-
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-@pytest.mark.parametrize("form", ["fp32", "bf16", "int8", "int4"])
-@pytest.mark.parametrize("name", READERS)
-def test_it_reads_the_same_both_ways(name, form, lengths, ran):
-    net = plain(name)
-    fast = make_fast(net, form)
-    stack = stack_of(fast)
-    given = rows(lengths)
-    found = read(fast, *given)
-    assert len(ran) == 1
-    stack.read = None
-    expected = read(fast, *given)
-    assert len(ran) == 1
-    found, expected = (filled(x, lengths) if x.dim() == 3 else x for x in (found, expected))
-    if form == "fp32":
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-        slow = read(net, *given)
-        slow = filled(slow, lengths) if slow.dim() == 3 else slow
-        torch.testing.assert_close(found, slow, rtol=1e-4, atol=1e-4)
-    else:
-        assert (found - expected).norm() < 0.02 * expected.norm()
-
-
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_a_sequence_does_not_depend_on_its_company(threads, ran):
-    fast = make_fast(plain("post"), "fp32")
-    stack, lengths = stack_of(fast), [140, 131, 139, 128, 129, 138, 3]
-    x = torch.randn(len(lengths), max(lengths), 64)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        together = stack.read(x, Positions.ragged(lengths))
-    finally:
-        torch.set_num_threads(before)
-    assert ran == [threads]
-    for i, length in enumerate(lengths):
-        alone = stack.read(x[i : i + 1, :length], Positions.span(0, length))
-        torch.testing.assert_close(together[i, :length], alone[0], rtol=1e-5, atol=1e-5)
-        assert not together[i, length:].any()
-
-
-def test_a_row_that_is_no_number_stays_alone():
-    fast = make_fast(plain("post"), "fp32")
-    x = torch.randn(3, 8, 64)
-    expected = stack_of(fast).read(x, Positions.ragged([8, 5, 8]))
-    x[1, 2] = torch.nan
-    found = stack_of(fast).read(x, Positions.ragged([8, 5, 8]))
-    assert found[1, :5].isnan().all()
-    torch.testing.assert_close(found[[0, 2]], expected[[0, 2]], rtol=0, atol=0)
-
-
-def test_what_it_does_not_know_goes_the_ordinary_way():
-    fast = make_fast(plain("rope"), "fp32")
-    stack, at = stack_of(fast), Positions.ragged([6, 4])
-    x = torch.randn(2, 6, 64)
-    assert stack.read(x, at) is not None
-    assert stack.read(x.double(), at) is None
-    assert stack.read(x[:, :0], Positions.ragged([0, 0])) is None
-    assert stack.read(x, Positions.ragged([6, 0])) is None  # a row without anything
-    assert stack.read(x, Positions.ragged([6, 4], side="left")) is None
-    long = reading.ROOM // 16 + 1
-    assert stack.read(torch.zeros(1, long, 64), Positions.span(0, long)) is None
-    with torch.inference_mode(False):
-        learning = torch.randn(2, 6, 64, requires_grad=True)
-        assert stack.read(learning, at) is None
-
-
-def test_rotary_positions_are_those_of_the_call():
-    fast = make_fast(plain("rope"), "fp32")
-    stack, x = stack_of(fast), torch.randn(2, 6, 64)
-    for at in (Positions.span(5, 6), Positions.ragged([6, 4], start=[9, 2])):
-        found, taken = stack.read(x, at), stack.read
-        stack.read = None
-        expected = stack(x, at)
-        stack.read = taken
-        mask = at.filled().expand(2, -1)
-        torch.testing.assert_close(found[mask], expected[mask], rtol=1e-5, atol=1e-5)
-
-
-def test_taps_and_hooks_are_heard(ran):
-    model = ch.build("bert", seed=0, **SIZES)
-    fast = make_fast(model.net, "fp32")
-    ids, at = rows([6, 4])
-    fast(ids, at)
-    assert len(ran) == 1
-    heard = []
-    block = stack_of(fast).blocks[1]
-    with ch.capture(fast, "*blocks.1.leave") as acts:
-        fast(ids, at)
-    heard += [value.shape for value in acts.values()]
-    assert heard == [(2, 6, 64)]
-    handle = block.register_forward_hook(lambda *_: heard.append("hook"))
-    fast(ids, at)
-    handle.remove()
-    assert heard[1:] == ["hook"]
-    assert len(ran) == 1
-    fast(ids, at)
-    assert len(ran) == 2
-
-
-def test_a_copy_reads_with_its_own_weights(ran):
-    fast = make_fast(plain("post"), "bf16")
-    twin = copy.deepcopy(fast)
-    ids, at = rows([6, 4])
-    expected = read(fast, ids, at)
-    assert stack_of(twin).read.stack is stack_of(twin)
-    for parameter in twin.parameters():
-        parameter.zero_()
-    torch.testing.assert_close(read(fast, ids, at), expected, rtol=0, atol=0)
-    assert not read(twin, ids, at).equal(expected)
-    assert len(ran) == 3
-
-
-def test_rows_are_shared_out():
-    assert reading.shared_out([300], 2) == ([[0]], 2)
-    assert reading.shared_out([9, 8, 7], 2) == ([[0, 1, 2]], 2)  # too little for two
-    assert reading.shared_out([500, 130], 2) == ([[0, 1]], 2)  # too uneven
-    assert reading.shared_out([100, 130, 90, 128], 2) == ([[1, 2], [3, 0]], 1)
-    assert reading.shared_out([100, 130], 1) == ([[1, 0]], 1)
-
-
-def bits(number):
-    return struct.unpack("<i", struct.pack("<f", number))[0]
-
-
-@pytest.mark.parametrize("lanes", [None, 4, 8, 16])
-@pytest.mark.parametrize(("heads", "group", "d"), [(4, 1, 32), (4, 2, 64), (3, 3, 48), (2, 1, 16)])
-def test_attention_within_sequences(lanes, heads, group, d, attending):
-    lengths = [1, 16, 17, 5, 33, 100, 6, 7]
-    own, count = heads // group, sum(lengths)
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(count, n * d) for n in (heads, own, own))
-    q[20:23] *= 40  # whose weights are all but one
-    out = torch.full((count, heads * d), 7.0)
-    facts = dict.fromkeys(FACTS, 0) | {"heads": heads, "group": group, "d": d, "most": 128}
-    told = array("q", (facts | {"scale": bits(0.3)}).values())
-    starts = array("q", accumulate(lengths, initial=0))
-    ends = [t.data_ptr() for t in (q, k, v, out)]
-    places = told.buffer_info()[0], starts.buffer_info()[0]
-    attending(lanes)(*ends, *places, len(lengths) * heads, 0, 1 if lanes else 2, 0)
-    for a, b in pairwise(starts):
-        parts = (t[a:b].view(b - a, -1, d).transpose(0, 1).unsqueeze(0) for t in (q, k, v))
-        expected = F.scaled_dot_product_attention(*parts, scale=0.3, enable_gqa=True)
-        expected = expected[0].transpose(0, 1).reshape(b - a, -1)
-        torch.testing.assert_close(out[a:b], expected, rtol=1e-5, atol=1e-5)
+TEXT = "the cat sat on the mat and the dog sat on the log"
+LABELS = ["bad", "good", "odd"]
 
 
 @pytest.fixture(scope="module")
-def attending():
-    """The function as for processors with so many lanes."""
-    made = {None: compiled.steps()}
+def tokenizer():
+    return train_tokenizer("bpe", [TEXT, "what is on the mat ?"], vocab_size=275)
 
-    def of(lanes):
-        if lanes not in made:
-            machine = llvm.Target.from_default_triple().create_target_machine(
-                features=llvm.get_host_cpu_features().flatten(), opt=1
-            )
-            tile = {4: 3, 8: 6, 16: 12}[lanes]
-            code = compiled.compiled_code("steps", Shape(lanes, 3, 2, tile=tile), machine)
-            made[lanes] = compiled.steps_of(code)
-        return made[lanes]["sequences"]
 
-    return of
+def made(tokenizer, name, **more):
+    sizes = tiny.SIZES | {"vocab_size": tokenizer.vocab_size}
+    model = ch.build(name, seed=0, **sizes | more)
+    tiny.noisy(model.net).requires_grad_(False)
+    model.tokenizer = tokenizer
+    return model
+
+
+# --- how likely
+
+
+def test_scores_are_log_probabilities_of_each_token(tokenizer):
+    model = made(tokenizer, "gpt2", dropout=0.5)
+    model.net.train()
+    ids = tokenizer.encode(TEXT)
+    found = model.score(TEXT)
+    assert len(found) == len(ids) - 1
+    assert model.net.training
+    model.net.eval()
+    for n in (1, 5, len(ids) - 1):
+        alone = model.net(torch.tensor([ids[:n]]))[0, -1].log_softmax(0)[ids[n]]
+        assert float(found[n - 1]) == pytest.approx(float(alone), rel=1e-4)
+
+
+def test_a_target_is_scored_for_its_source(tokenizer):
+    model = made(tokenizer, "t5")
+    model.companions["generation_config.json"] = {"decoder_start_token_id": 3}
+    ids = tokenizer.encode("the dog")
+    found = model.score("the dog", source="the cat")
+    logits = model.net(torch.tensor([tokenizer.encode("the cat")]), torch.tensor([[3, *ids[:-1]]]))
+    expected = logits[0].log_softmax(-1)[torch.arange(len(ids)), ids]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ClearheadError, match="source"):
+        model.score("the dog")
+
+
+def test_texts_that_cannot_be_scored(tokenizer):
+    with pytest.raises(ClearheadError, match="two tokens at least"):
+        made(tokenizer, "gpt2").score("t")
+    with pytest.raises(ClearheadError, match="score it in pieces"):
+        made(tokenizer, "gpt2", max_len=4).score(TEXT)
+    with pytest.raises(ClearheadError, match="Only an encoder-decoder"):
+        made(tokenizer, "gpt2").score(TEXT, source="a")
+    with pytest.raises(ClearheadError, match="encoder and cannot"):
+        made(tokenizer, "bert").score(TEXT)
+
+
+# --- labels
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "gpt2"])
+def test_classes_do_not_depend_on_the_batch(tokenizer, name):
+    model = made(tokenizer, name, head={"kind": "classification", "n_labels": 3})
+    texts = ["the cat", "on the mat and the dog", ("the log", "a dog sat"), "a"]
+    numbered = model.classify(texts)
+    assert {frozenset(one) for one in numbered} == {frozenset("012")}
+    model.companions["labels.json"] = LABELS
+    found = model.classify(texts)
+    for text, one in zip(texts, found, strict=True):
+        assert model.classify(text) == pytest.approx(one, rel=1e-4)
+        assert sum(one.values()) == pytest.approx(1)
+        assert list(one.values()) == sorted(one.values(), reverse=True)
+    logits = model.net(torch.tensor([tokenizer.encode("the cat")]))[0]
+    assert next(iter(found[0])) == LABELS[int(logits.argmax())]
+    assert found[0]["odd"] == pytest.approx(float(logits.softmax(0)[2]), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_of_a_long_pair_both_texts_count(tokenizer, name):
+    model = made(tokenizer, name, head={"kind": "classification", "n_labels": 3}, max_len=24)
+    one, other = (model.classify((TEXT * 3, second)) for second in ("the dog", "a log"))
+    assert one != pytest.approx(other, rel=1e-4)
+    assert model.classify((TEXT * 3, "the dog")) == model.classify((TEXT * 4, "the dog"))
+    first, same = (model.classify((start, TEXT * 3)) for start in ("the dog", "a log"))
+    assert first != pytest.approx(same, rel=1e-4)
+
+
+def test_several_labels_may_be_true(tokenizer, tmp_path):
+    head = {"kind": "classification", "n_labels": 3, "true": "several"}
+    model = made(tokenizer, "bert", head=head)
+    logits = model.net(torch.tensor([tokenizer.encode("the cat")]))[0]
+    expected = dict(zip("012", logits.sigmoid().tolist(), strict=True))
+    assert model.classify("the cat") == pytest.approx(expected, rel=1e-4)
+    model.save(tmp_path / "own")
+    ch.export(model, tmp_path / "hf")
+    for folder in ("own", "hf"):
+        found = ch.load(tmp_path / folder).classify("the cat")
+        named = {name.removeprefix("LABEL_"): value for name, value in found.items()}
+        assert named == pytest.approx(expected, rel=1e-4)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["problem_type"] == "multi_label_classification"
+    measured = config | {"problem_type": "regression"}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(measured))
+    found = ch.load(tmp_path / "hf").classify("the cat")
+    expected = {f"LABEL_{i}": float(logit) for i, logit in enumerate(logits)}
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_head_with_one_output_measures(tokenizer):
+    model = made(tokenizer, "bert", head={"kind": "classification", "n_labels": 1})
+    logits = model.net(torch.tensor([tokenizer.encode("the cat")]))[0]
+    assert model.classify("the cat") == {"0": pytest.approx(float(logits), rel=1e-4)}
+
+
+def test_every_word_gets_the_tag_of_its_first_token(tokenizer):
+    model = made(tokenizer, "bert", head={"kind": "tagging", "n_labels": 3})
+    model.companions["labels.json"] = LABELS
+    words = ["the", "elephant", "sat", "on", "a", "log"]
+    encoded = tokenizer.encode_words(words)
+    best = model.net(torch.tensor([encoded.ids]))[0].argmax(-1).tolist()
+    expected = [LABELS[best[encoded.words.index(i)]] for i in range(len(words))]
+    assert model.tag(words) == list(zip(words, expected, strict=True))
+    assert model.tag(" ".join(words)) == model.tag(words)
+    assert len(encoded.ids) > len(words)  # some words are of several tokens
+
+
+def test_labels_and_heads_that_do_not_fit(tokenizer, unchecked):
+    model = made(tokenizer, "bert", head={"kind": "classification", "n_labels": 3})
+    model.companions["labels.json"] = LABELS[:2]
+    with pytest.raises(ClearheadError, match="tells 3 labels apart, and 2 have names"):
+        model.classify("the")
+    with pytest.raises(ClearheadError, match="tuples of two"):
+        model.classify([("a", "b", "c")])
+    for call, said in [
+        (model.tag, "tagging head"),
+        (model.embed, "pooling head"),
+        (lambda text: model.answer(text, text), "span head"),
+        (made(tokenizer, "bert").classify, "classification head"),
+    ]:
+        with pytest.raises(ClearheadError, match=said):
+            call("the cat")
+    tagger = made(tokenizer, "bert", head={"kind": "tagging", "n_labels": 3}, max_len=4)
+    with pytest.raises(ClearheadError, match="no words"):
+        tagger.tag("  ")
+    with pytest.raises(ClearheadError, match="cut it into shorter ones"):
+        tagger.tag(TEXT)
+
+
+# --- answers
+
+
+def test_the_best_span_by_trying_all():
+    dice = torch.Generator().manual_seed(0)
+    for length in (1, 2, 7):
+        logits = torch.randn(length, 2, generator=dice)
+        spans = {
+            (i, j): float(logits[i, 0] + logits[j, 1])
+            for i in range(length)
+            for j in range(i, min(length, i + 3))
+        }
+        total, score, i, j = best_span(logits, longest=3)
+        assert total == pytest.approx(max(spans.values()))
+        assert spans[i, j] == max(spans.values())
+        p = logits.softmax(0)
+        assert score == pytest.approx(float(p[i, 0] * p[j, 1]))
+
+
+def test_answers_are_pieces_of_the_context_however_long_it_is(tokenizer):
+    model = made(tokenizer, "bert", head={"kind": "span"})
+    found = model.answer(question="what is on the mat ?", context=TEXT)
+    assert TEXT[found.start : found.end] == found.text == found.text.strip()
+    assert 0 < found.score <= 1
+    long = " ".join([TEXT] * 5)
+    found = model.answer(question="what ?", context=long)  # several windows of 64 tokens
+    assert long[found.start : found.end] == found.text != ""
+    with pytest.raises(ClearheadError, match="context is empty"):
+        model.answer(question="what ?", context="")
+    with pytest.raises(ClearheadError, match="question alone"):
+        model.answer(question=long, context=TEXT)
+
+
+class Lookup(torch.nn.Module):
+    """A network for which every token answers for itself, wherever it stands."""
+
+    embed = None
+
+    def __init__(self, vocab_size):
+        super().__init__()
+        dice = torch.Generator().manual_seed(5)
+        self.table = torch.nn.Parameter(torch.randn(vocab_size, 2, generator=dice), False)
+
+    def at_rest(self):
+        return contextlib.nullcontext()
+
+    def forward(self, ids, at):
+        return self.table[ids]
+
+
+def test_windows_of_a_long_context_find_what_one_window_would(tokenizer):
+    net = Lookup(tokenizer.vocab_size)
+    context = " ".join(random.Random(1).choices(TEXT.split() + list("?abcdefghijklm"), k=120))
+    whole = answer_question(net, tokenizer, "what ?", context, 10_000)
+    for max_len in (80, 100, 173):
+        parts = answer_question(net, tokenizer, "what ?", context, max_len)
+        assert (parts.text, parts.start, parts.end) == (whole.text, whole.start, whole.end)
