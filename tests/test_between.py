@@ -36,7 +36,7 @@ llvm = pytest.importorskip("llvmlite.binding", reason="the extra fast (llvmlite)
 llvm.initialize_native_target()
 llvm.initialize_native_asmprinter()
 
-from clearhead.fast.steps import FACTS, NAMES  # noqa: E402
+from clearhead.fast.steps import FACTS  # noqa: E402
 from clearhead.fast.words import Shape  # noqa: E402
 
 
@@ -58,9 +58,9 @@ def ran(monkeypatch):
     class Noted(dict):
         def __getitem__(self, name):
             names.append(name)
-            return super().__getitem__(name)
+            return steps[name]
 
-    monkeypatch.setattr(compiled, "steps", lambda: Noted(steps))
+    monkeypatch.setattr(compiled, "steps", Noted)
     return names
 
 
@@ -154,7 +154,8 @@ def test_threads_share_the_steps_and_not_the_result():
     q, k, v = heads(5, 3, 2, 32), heads(5, 3, 11, 32), heads(5, 3, 11, 32)
     one = 0x3F800000  # the bits of 1.0
     seen = (ctypes.c_int64 * 1)(11)
-    told = (3, 1, 32, ctypes.addressof(seen), 0, 11, 2)
+    lies = (ctypes.c_int64 * 5)(*range(5))
+    told = (3, 1, 32, ctypes.addressof(seen), 0, 11, 2, ctypes.addressof(lies), 8, 0)
     facts = (ctypes.c_int64 * len(FACTS))(*told, *q.stride()[:3], *k.stride()[:3], one)
     x, found = torch.randn(5000), []
     for threads in (1, 2, 3):
@@ -175,16 +176,18 @@ def test_steps_for_other_processors_are_right_too(lanes):
         features=llvm.get_host_cpu_features().flatten(), opt=2
     )
     code = compiled.compiled_code("steps", Shape(lanes, 3, 2), machine)
-    steps = compiled.steps_of(code, NAMES)
+    steps = compiled.steps_of(code)
     q, k, v = heads(2, 3, 1, 48), heads(2, 3, 10, 48), heads(2, 3, 10, 48)
     out, one = torch.empty(2, 1, 3, 48), 0x3F800000  # the bits of 1.0
     seen = (ctypes.c_int64 * 2)(10, 7)  # the second row sees fewer
-    told = (3, 1, 48, ctypes.addressof(seen), 8, 10, 1)
+    lies = torch.randint(2, (2, 10))  # in which row each key and value is
+    told = (3, 1, 48, ctypes.addressof(seen), 8, 10, 1, lies.data_ptr(), 80, 8)
     facts = (ctypes.c_int64 * len(FACTS))(*told, *q.stride()[:3], *k.stride()[:3], one)
     ends = [t.data_ptr() for t in (q, k, v, out)]
     steps["attend"](*ends, ctypes.addressof(facts), 0, 6, 0, 1, 0)
     for row, keys in enumerate(seen):
-        own = (part[row : row + 1, :, :keys] for part in (k, v))
+        which = lies[row, :keys], slice(None), torch.arange(keys)
+        own = (part[which].transpose(0, 1).unsqueeze(0) for part in (k, v))
         expected = Kernel(1.0)(q[row : row + 1], *own, everybody(1, keys)).transpose(1, 2)
         torch.testing.assert_close(out[row : row + 1], expected, rtol=1e-5, atol=1e-5)
     x, y = torch.randn(37), torch.empty(37)

@@ -180,6 +180,12 @@ def test_the_best_few_by_log_probability(rows, size, never):
     assert indices.equal(expected.indices)
 
 
+@pytest.mark.parametrize("size", [37, 50_257])
+def test_nothing_may_be_chosen(size):
+    values, _ = best_log_p(torch.randn(2, size), 4, range(size))
+    assert values.isneginf().all()
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("place", [7, -1])
 @pytest.mark.parametrize("size", [37, 50_257])

@@ -240,6 +240,9 @@ class CrossKV(State):
 class Cache:
     """All that one decode remembers: made by `new_cache`, owned by the caller."""
 
+    lies: Int[Tensor, "rows size"] | None = None
+    """In which row of the buffers each slot of a row is, if not in its own: see `reorder`."""
+
     def __init__(
         self,
         rows: int,
@@ -250,7 +253,6 @@ class Cache:
     ) -> None:
         self.kinds, self.states, self.cross = list(kinds), list(states), list(cross)
         self.memory = memory  # what `encode` returned, for decoders that look at a source
-        self.lies: Int[Tensor, "rows size"] | None = None  # see `reorder`
         self.ends: tuple[int, ...] = (0,) * rows
         self.peaks = self.ends  # the furthest each row ever stood: what a ring overwrote stays lost
 

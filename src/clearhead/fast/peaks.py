@@ -32,4 +32,5 @@ def peaks(
     tops, sums = x.new_empty((rows, width // part + 1)), x.new_empty((rows, 1))
     ends = sums.data_ptr(), width, rows, part, compiled.threads(), 0
     compiled.steps()["peaks"](x.data_ptr(), tops.data_ptr(), 0, 0, *ends)
-    return tops[:, :-1], tops[:, -1:] + sums.log()
+    top = tops[:, -1:]
+    return tops[:, :-1], torch.where(top.isneginf(), top, top + sums.log())

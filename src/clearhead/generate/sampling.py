@@ -129,8 +129,7 @@ def best_log_p(
     tops, total = (None, logits.logsumexp(dim=1, keepdim=True)) if found is None else found
     total = torch.logaddexp(total, left_out)
     values, where = best_few(logits, k, tops)
-    # A sum that is no number, or a best one that is none, comes of a logit that is none.
-    require(bool(torch.isfinite(total + values[:, :1]).all()), NO_NUMBERS)
+    require(bool(total.isfinite().all()) and not bool(values.isnan().any()), NO_NUMBERS)
     return values - total, where
 
 
