@@ -12,10 +12,13 @@ import torch
 import torch.nn.functional as F
 
 import clearhead as ch
+from clearhead.attention.mask import Window
 from clearhead.attention.positions import Positions
+from clearhead.attention.softmax import TopK
 from clearhead.fast import compile as compiled
 from clearhead.fast.compile import FACTS
 from clearhead.fast.form import make_fast
+from clearhead.layers.ffn import ACTIVATIONS
 from clearhead.layers.stack import Stack
 from tiny import noisy
 
@@ -195,6 +198,32 @@ def test_a_copy_reads_with_its_own_weights(ran):
     torch.testing.assert_close(read(fast, ids, at), expected, rtol=0, atol=0)
     assert not read(twin, ids, at).equal(expected)
     assert len(ran) == 3
+
+
+CHANGES = {
+    "kernel": lambda stack: setattr(stack.blocks[1].self_attn, "kernel", TopK(0.25, k=1)),
+    "mask": lambda stack: setattr(stack.kinds[0], "mask", Window(2)),
+    "feed-forward": lambda stack: setattr(stack.blocks[1], "ffn", torch.nn.Identity()),
+    "norm": lambda stack: setattr(stack.blocks[1].ffn_residual, "norm", torch.nn.Identity()),
+    "activation": lambda stack: setattr(
+        stack.blocks[1].ffn, "activation", ACTIVATIONS["relu_squared"]
+    ),
+    "scale": lambda stack: setattr(stack.blocks[1].self_attn.kernel, "scale", 1.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_was_exchanged_is_noticed(change):
+    fast = make_fast(plain("bert"), "fp32")
+    stack, (given, at) = stack_of(fast), rows([9, 7])
+    before = read(fast, given, at)
+    CHANGES[change](stack)
+    found, stack.read = read(fast, given, at), None
+    expected = read(fast, given, at)
+    torch.testing.assert_close(
+        filled(found, [9, 7]), filled(expected, [9, 7]), rtol=1e-5, atol=1e-5
+    )
+    assert not filled(before, [9, 7]).allclose(filled(found, [9, 7]), atol=1e-2)
 
 
 def test_rows_are_shared_out():

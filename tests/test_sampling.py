@@ -175,7 +175,9 @@ def test_the_best_few_by_log_probability(rows, size, never):
     expected = logits.double().log_softmax(dim=1)
     expected[:, list(never)] = -torch.inf
     expected = expected.topk(8, dim=1)
+    before = logits.clone()
     values, indices = best_log_p(logits, 8, never)
+    assert logits.equal(before)
     torch.testing.assert_close(values.double(), expected.values, rtol=1e-5, atol=1e-5)
     assert indices.equal(expected.indices)
 
@@ -184,6 +186,10 @@ def test_the_best_few_by_log_probability(rows, size, never):
 def test_nothing_may_be_chosen(size):
     values, _ = best_log_p(torch.randn(2, size), 4, range(size))
     assert values.isneginf().all()
+    logits = torch.full((1, size), -torch.inf)
+    logits[0, 0], logits[0, -9] = 1.0, torch.nan  # and the one number may not be chosen
+    with pytest.raises(ClearheadError, match="not numbers"):
+        best_log_p(logits, 4, [0])
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -253,6 +253,7 @@ class Cache:
     ) -> None:
         self.kinds, self.states, self.cross = list(kinds), list(states), list(cross)
         self.memory = memory  # what `encode` returned, for decoders that look at a source
+        self.lies = None  # its own, so that `restore` brings it back
         self.ends: tuple[int, ...] = (0,) * rows
         self.peaks = self.ends  # the furthest each row ever stood: what a ring overwrote stays lost
 
@@ -282,8 +283,11 @@ class Cache:
             return Positions.span(self.ends[0], length, device)
         return Positions.ragged([length] * self.rows, start=self.ends, device=device)
 
-    def begin(self, at: Positions) -> list[Positions]:
-        """Make room for a call's tokens; returns, for each kind of layer, where its keys stand."""
+    def begin(self, at: Positions, follow: bool = False) -> list[Positions]:
+        """Make room for a call's tokens; returns, for each kind of layer, where its keys stand.
+
+        `follow`: the caller finds keys and values by `lies`, so they need not be gathered.
+        """
         require(
             at.pos.shape[0] in (1, self.rows),
             f"The cache was made for {self.rows} rows, and the call has {at.pos.shape[0]}.",
@@ -294,6 +298,8 @@ class Cache:
         )
         for slots in self.kinds:
             slots.check_room(at)
+        if not follow:
+            self.gather()
         keys = [slots.begin(at) for slots in self.kinds]
         now = at.row_ends(self.rows)
         self.ends = tuple(max(old, new) for old, new in zip(self.ends, now, strict=True))
@@ -305,7 +311,8 @@ class Cache:
 
         Rows on a CPU are checked; to look at those on another device would mean to wait for it.
         There keys and values stay where they are, if they can: `lies` says in which row of the
-        buffers each slot of a row is, and whoever cannot follow that calls `gather` first.
+        buffers each slot of a row is, until the next call of somebody who cannot follow that
+        (`begin`), or `gather`.
         """
         beams = self._beams()
         if rows.device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Compiled products: made by LLVM in some tenths of a second, then kept on disk.
+"""Compiled products: made by LLVM in a second or some, then kept on disk.
 
 LLVM comes with the package llvmlite. Threads are those of the OpenMP library that torch itself has
 loaded: a second pool would fight with torch's over the same cores.
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from clearhead import __version__
 from clearhead.errors import require
 
 MISSING = "Fast products take llvmlite, which is not installed: pip install 'clearhead[fast]'."
@@ -103,16 +104,18 @@ def _code_of(name: str) -> bytes:
     machine = llvm.Target.from_default_triple().create_target_machine(
         cpu=host, features=features.flatten(), opt=3
     )
-    key = (_sources(), host, features.flatten(), machine.triple, llvmlite.__version__)
+    key = (__version__, BEGUN, host, features.flatten(), machine.triple, llvmlite.__version__)
     kept = _folder() / f"{name}-{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}.o"
     return _kept(kept, name, _shape(dict(features)), machine)
 
 
-@functools.cache
 def _sources() -> str:
     """A hash of the files that write the code: reading them is much quicker than writing it."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+BEGUN = _sources()  # as this process found them
 
 
 def loaded(form: str, code: bytes) -> Product:
@@ -190,6 +193,8 @@ def _kept(path: Path, form: str, shape: Any, machine: Any) -> bytes:
     what = "the steps between products" if form == "steps" else f"the {form} product"
     tell(f"compiling {what} for this processor, once")
     code = compiled_code(form, shape, machine)
+    if _sources() != BEGUN:  # an upgrade or an edit meanwhile: who knows what wrote this
+        return code
     with contextlib.suppress(OSError):  # a disk that cannot be written to costs time, no more
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:

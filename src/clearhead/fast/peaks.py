@@ -16,7 +16,7 @@ def peaks(
     x: Float[Tensor, "n v"], part: int
 ) -> tuple[Float[Tensor, "n parts"], Float[Tensor, "n 1"]] | None:
     """The largest number of every whole part of a row, and log sum exp of the row; None where there
-    is no compiled code for it. The slow twins are `amax` and `logsumexp`.
+    is no compiled code for it, or nothing but -inf in a row. The slow twins: amax, logsumexp.
     """
     if (
         not x.is_cpu
@@ -33,4 +33,6 @@ def peaks(
     ends = sums.data_ptr(), width, rows, part, compiled.threads(), 0
     compiled.steps()["peaks"](x.data_ptr(), tops.data_ptr(), 0, 0, *ends)
     top = tops[:, -1:]
-    return tops[:, :-1], torch.where(top.isneginf(), top, top + sums.log())
+    if bool(top.isneginf().any()):  # nothing to compare with
+        return None
+    return tops[:, :-1], top + sums.log()

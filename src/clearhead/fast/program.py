@@ -14,7 +14,6 @@ run-time form anew.
 
 from __future__ import annotations
 
-import weakref
 from array import array
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -44,7 +43,7 @@ class Program:
         self.stack = stack
         self._watch: Watch | None = None  # made when it is first asked: a copy is not whole before
         self._lists: WeakKeyDictionary[Cache, StepCalls] = WeakKeyDictionary()
-        self._sources: tuple[Any, array[int] | None] = (None, None)  # the last memory, its lengths
+        self._lengths: WeakKeyDictionary[Memory, array[int] | None] = WeakKeyDictionary()
 
     def __call__(
         self, x: Tensor, at: Positions, cache: Cache, memory: Memory | None
@@ -75,9 +74,9 @@ class Program:
             self._watch = None  # modules may be others
             if self._watched().heard() or not self._can_write(cache):
                 return None
-            lengths = self._sources[1]
+            lengths = None if memory is None else self._lengths[memory]
             known = self._lists[cache] = StepCalls(self.stack, cache, self._marks(cache), lengths)
-        cache.begin(at)
+        cache.begin(at, follow=True)
         for state in cache.states:
             state.settle()
         return known.run(x, seen, cache)
@@ -88,15 +87,14 @@ class Program:
         """
         looks = self.stack.blocks[0].cross_attn is not None
         if memory is None or not looks:
-            self._sources = (None, None)
             return memory is None and not looks
         if not cache.cross or any(state.k is None for state in cache.cross):
             return False
         if cache.rows // memory.rows > QUERIES or memory.at.length > KEYS:
             return False
-        if self._sources[0] is None or self._sources[0]() is not memory:
-            self._sources = weakref.ref(memory), row_lengths(memory.at, memory.rows)
-        return self._sources[1] is not None
+        if memory not in self._lengths:
+            self._lengths[memory] = row_lengths(memory.at, memory.rows)
+        return self._lengths[memory] is not None
 
     def _can_write(self, cache: Cache) -> bool:
         """Whether all of it is as compiled code takes it for, now."""

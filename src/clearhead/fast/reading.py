@@ -30,7 +30,7 @@ from clearhead.fast.stepping import row_lengths
 from clearhead.layers.stack import Stack
 
 PANEL = 32  # keys of the widest one: room is made for whole panels
-ROOM = 2**16  # numbers of a head's keys that are turned on the stack
+ROOM = 2**15  # numbers of a head's keys that are turned on the stack
 ENOUGH = 128  # tokens a thread, so that the weights are worth bringing to each
 
 
@@ -41,8 +41,6 @@ class Reader:
 
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
-        self.widest = max(block.self_attn.head_dim for block in stack.blocks)
-        self.turns = any(kind.rotary is not None for kind in stack.kinds)
 
     def __call__(self, x: Tensor, at: Positions) -> Tensor | None:
         rows, slots, width = x.shape
@@ -51,18 +49,17 @@ class Reader:
             or x.dtype != torch.float32
             or (torch.is_grad_enabled() and x.requires_grad)
             or rows * slots == 0
-            or width != self.stack.blocks[0].self_attn.q_proj.in_features
             or at.length != slots
+            or not self._known(width)
         ):
             return None
         lengths = row_lengths(at, rows)
-        if lengths is None or _whole(max(lengths)) * self.widest > ROOM:
+        widest = max(block.self_attn.head_dim for block in self.stack.blocks)
+        if lengths is None or _whole(max(lengths)) * widest > ROOM:
             return None
-        watch = Watch(self.stack)
-        if watch.heard() or not watch.writable():
-            return None
+        turns = any(kind.rotary is not None for kind in self.stack.kinds)
         every = at.pos.expand(rows, -1)
-        if self.turns and int(every.amax()) >= ROOM:
+        if turns and int(every.amax()) >= ROOM:
             return None
         parts, each = shared_out(lengths, compiled.threads())
         tokens = x.reshape(-1, width)
@@ -71,7 +68,7 @@ class Reader:
         for part in parts:
             own = [lengths[row] for row in part]
             places.append(_places(part, own, slots))
-            seen = every.flatten()[places[-1]] + 1 if self.turns else None
+            seen = every.flatten()[places[-1]] + 1 if turns else None
             calls = ReadCalls(self.stack, own, each, seen)
             torch.index_select(tokens, 0, places[-1], out=calls.stream.view(-1, width))
             lists.append(calls)
@@ -79,6 +76,13 @@ class Reader:
         for calls, place in zip(lists, places, strict=True):
             out.index_copy_(0, place, calls.stream.view(-1, width))
         return out.view(rows, slots, width)
+
+    def _known(self, width: int) -> bool:
+        """Whether the stack, as it is now, can be written down, and nobody looks into it."""
+        if not can_read(self.stack) or width != self.stack.blocks[0].self_attn.q_proj.in_features:
+            return False
+        watch = Watch(self.stack)
+        return not watch.heard() and watch.writable()
 
 
 class ReadCalls(Calls):
@@ -91,10 +95,7 @@ class ReadCalls(Calls):
         self.starts = array("q", accumulate(lengths, initial=0))
         self.seen = array("q", [] if seen is None else seen.tolist())
         self.longest = max(lengths)
-        self.facts = [
-            self._facts(block.self_attn)
-            for block, _ in zip(stack.blocks, stack.kinds, strict=False)
-        ]
+        self.facts = [self._facts(block.self_attn) for block in stack.blocks]
         self._write(stack)
 
     def _facts(self, attn: Any) -> array[int]:
@@ -110,7 +111,7 @@ class ReadCalls(Calls):
         return array("q", [known.get(name, 0) for name in FACTS])
 
     def _told(self, number: int) -> int:
-        return self.facts[number % len(self.facts)].buffer_info()[0]
+        return self.facts[number].buffer_info()[0]
 
     def _positions(self, number: int) -> tuple[int, int]:
         return self._told(number), max(self.seen)
@@ -133,8 +134,13 @@ def _run(lists: list[ReadCalls]) -> None:
 
 def reader(stack: Stack) -> Reader | None:
     """The reader of a stack whose blocks it can write down."""
-    crossing = any(block.cross_attn is not None for block in stack.blocks)
-    return Reader(stack) if not crossing and known_stack(stack, (All,)) else None
+    return Reader(stack) if can_read(stack) else None
+
+
+def can_read(stack: Stack) -> bool:
+    """Whether the blocks can be written down: they see everything, and no source."""
+    known = len(stack.blocks) > 0 and known_stack(stack, (All,))
+    return known and stack.blocks[0].cross_attn is None
 
 
 def shared_out(lengths: Sequence[int], threads: int) -> tuple[list[list[int]], int]:

@@ -44,13 +44,16 @@ class StepCalls(Calls):
         self.kept.append(own_rows(cache.memory.rows) if cache.memory is not None else None)
         self.facts = [
             _facts(block.self_attn, state, self.seen, 1)
-            for block, state, _ in zip(stack.blocks, cache.states, stack.kinds, strict=False)
+            for block, state in zip(stack.blocks, cache.states, strict=True)
         ]
-        self.sources: Any = None
+        self.sources: list[array[int]] = []
         if lengths is not None and cache.memory is not None:
             beams = self.rows // cache.memory.rows
             self.kept += [cache.memory, lengths]
-            self.sources = _facts(stack.blocks[0].cross_attn, cache.cross[0], lengths, beams)
+            self.sources = [
+                _facts(block.cross_attn, state, lengths, beams)
+                for block, state in zip(stack.blocks, cache.cross, strict=True)
+            ]
         self._write(stack)
 
     def run(self, x: Tensor, seen: list[int], cache: Cache) -> Tensor:
@@ -103,13 +106,13 @@ class StepCalls(Calls):
         self._product(attn.q_proj, x, self.wide)
         if attn.q_norm is not None:
             self._norm_at(attn.q_norm, q, q, self.rows * heads)
-        sources = self.rows // self.sources[ASKED]
-        threads = self._threads(heads * attn.head_dim * self.sources[MOST])
-        told = self.sources.buffer_info()[0]
-        self._attend(q, told, sources * heads, self.layers + number, threads)
+        facts = self.sources[number]
+        count = self.rows // facts[ASKED] * heads
+        threads = self._threads(heads * attn.head_dim * facts[MOST])
+        self._attend(q, facts.buffer_info()[0], count, self.layers + number, threads)
 
     def _told(self, number: int) -> int:
-        return self.facts[number % len(self.facts)].buffer_info()[0]
+        return self.facts[number].buffer_info()[0]
 
     def _attend(self, q: int, told: int, count: int, number: int, threads: int = 1) -> None:
         """Attention to the keys and values of a state."""

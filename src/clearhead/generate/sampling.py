@@ -119,16 +119,18 @@ def best_log_p(
     logits: Logits, k: int, never: Sequence[int] = ()
 ) -> tuple[Float[Tensor, "b k"], Int[Tensor, "b k"]]:
     """The log-probabilities of the k best tokens of each row, the best first, and which they are;
-    those in `never` have theirs, but are not chosen. The logits are used up.
+    those in `never` have theirs, but are not chosen.
     """
     banned = torch.tensor(never, dtype=torch.long, device=logits.device)
-    left_out = logits[:, banned].logsumexp(dim=1, keepdim=True)  # of none: log 0
-    if never:
+    left_out = logits[:, banned]
+    if never:  # in their place for a moment: a copy would take as long as all the rest
         logits.index_fill_(1, banned, NEVER)
     found = peaks(logits, PART)
     tops, total = (None, logits.logsumexp(dim=1, keepdim=True)) if found is None else found
-    total = torch.logaddexp(total, left_out)
+    total = torch.logaddexp(total, left_out.logsumexp(dim=1, keepdim=True))  # of none: log 0
     values, where = best_few(logits, k, tops)
+    if never:
+        logits.index_copy_(1, banned, left_out)
     require(bool(total.isfinite().all()) and not bool(values.isnan().any()), NO_NUMBERS)
     return values - total, where
 

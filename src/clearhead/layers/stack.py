@@ -130,7 +130,6 @@ class Stack(nn.Module):
                 x.shape[0] == cache.rows,
                 f"The cache was made for {cache.rows} rows, and the call has {x.shape[0]}.",
             )
-            cache.gather()
         keys = [at] * len(self.kinds) if cache is None else cache.begin(at)
         views = [kind.view(at, k, x.dtype) for kind, k in zip(self.kinds, keys, strict=True)]
         across = None if memory is None else View.across(memory.at)

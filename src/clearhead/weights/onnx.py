@@ -266,7 +266,7 @@ class _Past(Cache):
     def next(self, length: int, device: torch.device | str | None = None) -> Positions:
         return _span(self.embed, self.before, length, device)
 
-    def begin(self, at: Positions) -> list[Positions]:
+    def begin(self, at: Positions, follow: bool = False) -> list[Positions]:
         keys = _span(self.embed, 0, self.before + at.length, at.pos.device)
         return [keys] * self.n_kinds
 
