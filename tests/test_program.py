@@ -291,7 +291,7 @@ def test_threads_have_sources_of_their_own():
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(decoded, list(range(8)) * 6))
+            found = list(pool.map(decoded, list(range(8)) * 2))
     finally:
         sys.setswitchinterval(before)
     for i, steps in enumerate(found):
