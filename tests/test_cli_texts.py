@@ -212,6 +212,13 @@ def test_other_settings_of_generate(models, capsys, tmp_path):
     assert 'no setting "beam"' in capsys.readouterr().err
 
 
+def test_a_search_gives_all_its_tokens_at_once(models, capsys):
+    words = ["generate", str(models["generate"]), "the cat", "--max-new-tokens", "5", "--stats"]
+    assert main([*words, "--set", "beams=2"]) == 0
+    said = capsys.readouterr().err
+    assert re.search(r"\d new: after \d+\.\d\d s$", said.strip())
+
+
 def test_the_speed_and_a_full_context_are_said_on_the_side(models, capsys, monkeypatch):
     bandwidth = roofs.Report(roofs=roofs.Roofs(bandwidth=10.0))
     monkeypatch.setattr(roofs, "measure", lambda probes: bandwidth)

@@ -143,12 +143,12 @@ def _speed(model: Model, text: Written) -> str:
     from clearhead.fast.form import form_of, packed_tensors
     from clearhead.measure.roofs import measure
 
-    said = (
-        f"{text.prompt_tokens} tokens of prompt, {len(text.ids)} new: the first after "
-        f"{text.first:.2f} s, then {text.tokens_a_second:.1f} tokens/s"
-    )
+    said = f"{text.prompt_tokens} tokens of prompt, {len(text.ids)} new: "
+    if text.tokens_a_second == 0:  # a single token, or a search, which gives all at once
+        return said + f"after {text.first:.2f} s"
+    said += f"the first after {text.first:.2f} s, then {text.tokens_a_second:.1f} tokens/s"
     roofs = measure(("bandwidth",)).roofs
-    if roofs is None or roofs.bandwidth is None or text.tokens_a_second == 0:
+    if roofs is None or roofs.bandwidth is None:
         return said
     packed = packed_tensors(model.net).values()
     held = sum(tensor.nbytes for tensor in (*model.net.parameters(), *packed))
