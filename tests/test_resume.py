@@ -112,10 +112,7 @@ def assert_same(parts: list[processes.Result], whole: processes.Result) -> None:
     assert digest(parts[-1].weights) == digest(whole.weights)
 
 
-SLOW = pytest.param("fp16", marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("name", [*(name for name in CHANGES if name != "fp16"), SLOW])
+@pytest.mark.parametrize("name", CHANGES)
 def test_asked_to_stop_and_taken_up_is_the_same_run(tmp_path, name):
     settings = changed(tmp_path, name)
     kept = name in ("last", "patience")  # weights of earlier steps need a folder
