@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import struct
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -24,6 +22,7 @@ from clearhead.layers.ffn import ACTIVATIONS, PlainFFNConfig
 from clearhead.layers.stack import StackConfig
 from clearhead.models.family import decoder
 from clearhead.models.heads import HeadStyle, LMConfig
+from programs import DECODERS, PAIRS, SIZES, close, ids, plain
 from tiny import noisy
 
 llvm = pytest.importorskip("llvmlite.binding", reason="the extra fast (llvmlite) is not installed")
@@ -34,45 +33,11 @@ from clearhead.fast.program import Program  # noqa: E402
 from clearhead.fast.steps import FACTS  # noqa: E402
 from clearhead.fast.words import Shape  # noqa: E402
 
-SIZES = {"vocab_size": 40, "d_model": 64, "n_layers": 3, "n_heads": 4, "max_len": 64, "d_ff": 96}
-DECODERS = {
-    "gpt2": ("gpt2", {}),
-    "gpt2 with the exact gelu": ("gpt2", {"activation": "gelu"}),
-    "gpt2 with relu, grouped": ("gpt2", {"activation": "relu", "n_kv_heads": 2}),
-    "llama": ("llama", {"n_kv_heads": 2}),
-    "llama with norms of q and k": ("llama", {"variant": {"qk_norm": True, "qkv_bias": True}}),
-    "gpt_neox": ("gpt_neox", {"position": {"kind": "rope", "fraction": 0.5}}),
-}
-PAIRS = {
-    "post": ("transformer", {}),
-    "pre": ("transformer", {"placement": "pre", "position": "rope"}),
-    "sandwich": ("transformer", {"placement": "sandwich", "position": "learned"}),
-    "bart": ("bart", {}),
-}
-
 
 @pytest.fixture(autouse=True)
 def at_rest():
     with torch.inference_mode():
         yield
-
-
-def plain(name, table=DECODERS):
-    family, own = table[name]
-    return noisy(ch.build(family, seed=0, **SIZES | {"dropout": 0.0} | own).net, 0.1)
-
-
-def ids(rows, length, seed=3):
-    return torch.randint(40, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def close(form, found, expected):
-    """Where bytes are rounded anew, a last digit may tip a number over."""
-    if form == "fp32":
-        small = 5e-6 * max(1.0, float(expected.abs().amax()))
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=small)
-        return
-    assert (found - expected).norm() < 0.02 * expected.norm()
 
 
 @pytest.fixture
@@ -212,120 +177,6 @@ def test_a_decoder_with_a_source_writes_the_same_both_ways(name, form, beams, ra
             other.keep(torch.tensor([1]))
             text = text[beams:]
     assert ran.count("run") == 9  # the first step projects the source
-
-
-def _fewer(cache):
-    cache.reorder(torch.tensor([4, 1, 1, 5, 0]))
-    cache.reorder(torch.tensor([3, 2]))
-    assert cache.lies is None  # little is left of it
-    assert cache.states[0].k.shape[0] == 2
-
-
-BETWEEN = {
-    "nothing": lambda cache: None,
-    "a snapshot": lambda cache: cache.restore(cache.snapshot()),
-    "going back": lambda cache: cache.trim(5),
-    "fewer rows": _fewer,
-    "rows that differ": lambda cache: cache.trim([5, 7, 7, 6, 7, 7]),
-}
-
-
-@pytest.mark.parametrize("between", BETWEEN)
-def test_keys_stay_where_they_are_until_somebody_cannot_follow(between, ran):
-    net = make_fast(plain("llama"), "fp32")
-    twin = copy.deepcopy(net)
-    twin.stack.step = None
-    cache, other = net.new_cache(6, 30), twin.new_cache(6, 30)
-    place = cache.states[0].k.data_ptr()
-    orders = torch.randint(6, (12, 6), generator=torch.Generator().manual_seed(1))
-    for i, order in enumerate(orders):
-        given = ids(cache.rows, 1, seed=i)
-        close("fp32", net.decode(given, cache=cache), twin.decode(given, cache=other))
-        for each in (cache, other):
-            each.reorder(order[: each.rows] % each.rows)
-        if i == 6:
-            assert cache.lies is not None
-            assert cache.states[0].k.data_ptr() == place
-            BETWEEN[between](cache)
-            BETWEEN[between](other)
-    assert ran.count("run") == 12
-
-
-def test_a_snapshot_without_a_table_brings_none_back():
-    net = make_fast(plain("llama"), "fp32")
-    cache = net.new_cache(2, 30)
-    for i in range(3):
-        net.decode(ids(2, 1, seed=i), cache=cache)
-    saved = cache.snapshot()
-    expected = net.decode(ids(2, 1, seed=9), cache=cache)
-    cache.reorder(torch.tensor([1, 1]))
-    cache.restore(saved)
-    close("fp32", net.decode(ids(2, 1, seed=9), cache=cache), expected)
-
-
-def test_whoever_begins_finds_keys_in_their_rows():
-    cache = plain("llama").new_cache(2, 8)
-    state, one = cache.states[0], torch.ones(2, 2, 1, 16)
-    cache.begin(cache.next(1))
-    state.update(one * torch.tensor([1.0, 2.0]).view(2, 1, 1, 1), one)
-    cache.reorder(torch.tensor([1, 1]))
-    cache.begin(cache.next(1))
-    keys, _ = state.update(one, one)
-    assert keys[:, 0, :, 0].tolist() == [[2.0, 1.0], [2.0, 1.0]]
-
-
-def test_threads_have_sources_of_their_own():
-    net = make_fast(plain("pre", PAIRS), "fp32")
-
-    def decoded(seed):
-        torch.manual_seed(seed)
-        lengths = [2 + (seed * 7) % 9, 5]
-        with torch.inference_mode():
-            source = ids(2, max(lengths), seed=seed)
-            memory = net.encode(source, Positions.ragged(lengths))
-            cache = net.new_cache(memory, 12)
-            return [net.decode(ids(2, 1, seed=i), cache=cache) for i in range(6)]
-
-    expected = [decoded(seed) for seed in range(8)]
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(decoded, list(range(8)) * 2))
-    finally:
-        sys.setswitchinterval(before)
-    for i, steps in enumerate(found):
-        for one, other in zip(steps, expected[i % 8], strict=True):
-            close("fp32", one, other)
-
-
-def test_a_listener_finds_keys_where_they_belong():
-    net = make_fast(plain("llama"), "fp32")
-    twin = copy.deepcopy(net)
-    twin.stack.step = None
-    cache, other = net.new_cache(4, 30), twin.new_cache(4, 30)
-    for i in range(6):
-        given = ids(4, 1, seed=i)
-        with ch.capture(net, "blocks.0.leave") if i == 4 else nullcontext():
-            close("fp32", net.decode(given, cache=cache), twin.decode(given, cache=other))
-        for each in (cache, other):
-            each.reorder(torch.tensor([2, 0, 0, 3]))
-
-
-def test_a_row_fans_out():
-    net = make_fast(plain("pre", PAIRS), "fp32")
-    memory = net.encode(ids(2, 7), Positions.ragged([7, 4]))
-    cache, other = net.new_cache(memory, 20), net.new_cache(memory, 20, 3)
-    start = ids(2, 1)
-    first = net.decode(start, cache=cache)
-    cache.fan_out(3)
-    begun = net.decode(start.repeat_interleave(3, 0), cache=other)
-    close("fp32", first.repeat_interleave(3, 0), begun)
-    for i in range(3):
-        step = ids(6, 1, seed=i)
-        close("fp32", net.decode(step, cache=cache), net.decode(step, cache=other))
-    with pytest.raises(ch.ClearheadError, match="1 row or more"):
-        cache.fan_out(0)
 
 
 def test_many_beams_of_a_source_go_through_the_blocks(ran):

@@ -100,20 +100,30 @@ def pointwise(f: Function, function: Callable[[Function, Any], Any]) -> None:
         f.store(f.b.extract_element(one, ir.Constant(I32, 0)), f.add(out, at))
 
 
-def exponents(f: Function, weights: Any, most: Any, keys: Any, room: Any) -> Any:
-    """exp(score - largest) in the place of every score, and their sum."""
-    with f.loop(keys, room) as j:  # behind the last key
-        f.store(ir.Constant(F32, -math.inf), f.add(weights, f.times(j, 4)))
-    total, top = f.variable(f.vector), f.everywhere(most)
-    with f.loop(f.const(0), room, f.shape.lanes) as j:
-        at = f.add(weights, f.times(j, 4))
-        score = f.floats(at)
-        found = exp(f, f.b.fsub(score, top))
-        empty = f.b.fcmp_ordered("==", score, f.spread(-math.inf))
-        found = f.b.select(empty, f.spread(0.0), found)
-        f.store(found, at)
-        f.b.store(f.b.fadd(f.b.load(total, typ=f.vector), found), total)
-    return f.total(f.b.load(total, typ=f.vector))
+def exponents(f: Function, rows: list[Any], tops: list[Any], keys: Any) -> list[Any]:
+    """exp(score - largest) in the place of every score of some rows, and for each 1 / their sum;
+    `tops` are in all lanes.
+    """
+    lanes = f.shape.lanes
+    totals = [f.variable(f.vector) for _ in rows]
+
+    def vectors(at: Any, counts: Any = None) -> None:
+        for row, top, total in zip(rows, tops, totals, strict=True):
+            place = f.add(row, f.times(at, 4))
+            found = exp(f, f.b.fsub(f.floats(place), top))
+            f.store(found, place)
+            found = found if counts is None else f.b.select(counts, found, f.spread(0.0))
+            f.b.store(f.b.fadd(f.b.load(total, typ=f.vector), found), total)
+
+    whole = f.b.and_(keys, f.const(-lanes))
+    with f.loop(f.const(0), whole, lanes) as at:
+        vectors(at)
+    with f.b.if_then(f.b.icmp_signed("<", whole, keys)):  # behind the last key stands anything
+        kind = ir.VectorType(I32, lanes)
+        rest = f.spread_out(f.b.trunc(f.b.sub(keys, whole), I32), kind)
+        vectors(whole, f.b.icmp_signed("<", ir.Constant(kind, list(range(lanes))), rest))
+    sums = [f.total(f.b.load(total, typ=f.vector)) for total in totals]
+    return [f.everywhere(f.b.fdiv(ir.Constant(F32, 1.0), total)) for total in sums]
 
 
 def write_peaks(f: Function) -> None:

@@ -17,12 +17,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from llvmlite import ir
-
-from clearhead.fast.bends import exp, larger, largest
+from clearhead.fast.bends import exponents, larger, largest
 from clearhead.fast.compile import FACTS
 from clearhead.fast.panels import SQUARE, VECTORS, multiplied, room, transposed
-from clearhead.fast.words import F32, I32, I64, Function
+from clearhead.fast.words import F32, I64, Function
 
 
 @dataclass(frozen=True)
@@ -117,7 +115,7 @@ def _tile(f: Function, rows: int, first: Any, head: _Head, rooms: _Rooms) -> Non
     """`rows` queries from `first` on."""
     weights = [f.add(rooms.scores, f.times(rooms.row, i)) for i in range(rows)]
     tops = _scores(f, weights, first, head, rooms)
-    shares = _exponents(f, weights, tops, head.length)
+    shares = exponents(f, weights, tops, head.length)
     _values(f, weights, shares, first, head)
 
 
@@ -138,30 +136,6 @@ def _scores(f: Function, weights: list[Any], first: Any, head: _Head, rooms: _Ro
                 f.store(score, f.add(row, f.times(key, 4), step * j))
                 f.b.store(larger(f, score, f.b.load(top, typ=f.vector)), top)
     return [largest(f, f.b.load(top, typ=f.vector)) for top in tops]
-
-
-def _exponents(f: Function, weights: list[Any], tops: list[Any], keys: Any) -> list[Any]:
-    """exp(score - largest) in the place of every score, and 1 / their sum for each row."""
-    lanes = f.shape.lanes
-    totals = [f.variable(f.vector) for _ in weights]
-
-    def vectors(at: Any, counts: Any = None) -> None:
-        for row, top, total in zip(weights, tops, totals, strict=True):
-            place = f.add(row, f.times(at, 4))
-            found = exp(f, f.b.fsub(f.floats(place), top))
-            f.store(found, place)
-            found = found if counts is None else f.b.select(counts, found, f.spread(0.0))
-            f.b.store(f.b.fadd(f.b.load(total, typ=f.vector), found), total)
-
-    whole = f.b.and_(keys, f.const(-lanes))
-    with f.loop(f.const(0), whole, lanes) as at:
-        vectors(at)
-    with f.b.if_then(f.b.icmp_signed("<", whole, keys)):  # behind the last key stand others' scores
-        kind = ir.VectorType(I32, lanes)
-        rest = f.spread_out(f.b.trunc(f.b.sub(keys, whole), I32), kind)
-        vectors(whole, f.b.icmp_signed("<", ir.Constant(kind, list(range(lanes))), rest))
-    sums = [f.total(f.b.load(total, typ=f.vector)) for total in totals]
-    return [f.everywhere(f.b.fdiv(ir.Constant(F32, 1.0), total)) for total in sums]
 
 
 def _values(f: Function, weights: list[Any], shares: list[Any], first: Any, head: _Head) -> None:

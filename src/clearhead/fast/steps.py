@@ -73,15 +73,13 @@ def _attend(f: Function) -> None:
     facts = {name: f.load(f.add(told, 8 * i), I64, 8) for i, name in enumerate(FACTS[:-1])}
     scale = f.load(f.add(told, 8 * FACTS.index("scale")), F32, 4)
     heads, queries, d = facts["heads"], facts["queries"], facts["d"]
-    lanes = f.shape.lanes
-    weights = f.b.ptrtoint(f.b.alloca(F32, f.add(facts["most"], lanes)), I64)
+    weights = f.b.ptrtoint(f.b.alloca(F32, f.add(facts["most"], f.shape.lanes)), I64)
     with f.loop(first, last) as unit:
         row, head = f.b.sdiv(unit, heads), f.b.srem(unit, heads)
         own = f.times(f.times(f.b.sdiv(head, facts["group"]), facts["k_head"]), 4)
         keys, values = f.add(k, own), f.add(v, own)
         facts["table"] = f.add(facts["lies"], f.times(row, facts["lies_row"]))
         facts["keys"] = rows.seen_by(f, told, row)
-        room = f.b.and_(f.add(facts["keys"], lanes - 1), f.const(-lanes))
         with f.loop(f.const(0), queries) as number:
             at = f.add(
                 f.times(row, facts["q_row"]),
@@ -89,10 +87,10 @@ def _attend(f: Function) -> None:
                 f.times(number, facts["q_query"]),
             )
             most = _scores(f, (f.add(q, f.times(at, 4)), keys, values, weights), facts, scale)
-            total = exponents(f, weights, most, facts["keys"], room)
+            (share,) = exponents(f, [weights], [f.everywhere(most)], facts["keys"])
             to = f.add(f.times(f.add(f.times(row, queries), number), heads), head)
             ends = weights, values, f.add(out, f.times(f.times(to, d), 4))
-            _weighted_sum(f, ends, total, facts)
+            _weighted_sum(f, ends, share, facts)
 
 
 def _key(f: Function, facts: dict[str, Any], number: Any) -> Any:
@@ -133,11 +131,10 @@ def _scores(f: Function, places: tuple[Any, ...], facts: dict[str, Any], scale: 
 
 
 def _weighted_sum(
-    f: Function, places: tuple[Any, Any, Any], total: Any, facts: dict[str, Any]
+    f: Function, places: tuple[Any, Any, Any], share: Any, facts: dict[str, Any]
 ) -> None:
     """The values by their weights, some vectors of their width at a time."""
     weights, values, out = places
-    share = f.everywhere(f.b.fdiv(ir.Constant(F32, 1.0), total))
     lanes, d = f.shape.lanes, facts["d"]
 
     def columns(first: Any, vectors: int) -> None:
