@@ -102,8 +102,8 @@ class Program:
         return plain and known_stack(self.stack, MASKS) and self._watched().writable()
 
     def _watched(self) -> Watch:
-        self._watch = self._watch or Watch(self.stack)
-        return self._watch
+        watch = self._watch = self._watch or Watch(self.stack)
+        return watch  # another thread may begin anew meanwhile
 
     def _marks(self, cache: Cache) -> tuple[Any, ...]:
         """What a list is written for."""
