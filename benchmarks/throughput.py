@@ -22,6 +22,9 @@ Ours is "clearhead" (bucketed); a peer's own figure is its random line, and its 
 what is left of the difference when it gets our batches. Tokens are real ones of source and target;
 padding counts for nothing. Making batches is outside the clock, for all.
 
+Where oneDNN multiplies quicker than PyTorch's own choice (`clearhead doctor` says so), our training
+takes it, and so does "clearhead" here; "clearhead-torch" is ours without it.
+
 Freed memory is kept by the process (`clearhead.memory`), as in our training, for all contenders;
 `--memory returned` leaves it to the C library, as the peers' own programs do.
 
@@ -31,6 +34,7 @@ over the rounds of (their time / ours): above 1 they are slower.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import sys
@@ -62,6 +66,8 @@ from train_step import (
 )
 
 from clearhead.data.batch import Batch
+from clearhead.layers.products import any_large, use_onednn
+from clearhead.measure.choices import quicker_products
 from clearhead.memory import keep_freed_memory
 from clearhead.models import bart, gpt2
 from clearhead.training.adam import Adam
@@ -271,7 +277,10 @@ def decoders(args: Args) -> Made:
         loss = partial(contender.loss, ids, targets)
         return Entry(contender.net, [loss], ids.numel(), ids.numel(), same, ours)
 
-    yield OURS, lambda: entry(own(model.net), ours=True)
+    chosen = as_trained(model.net)
+    yield OURS, lambda: entry(own(chosen), ours=True)
+    if chosen is not model.net:
+        yield f"{OURS}-torch", lambda: entry(own(model.net), ours=True)
     if args.compile:
         twin = ours(shape).net
         yield f"{OURS}-compiled", lambda: entry(own_compiled(twin), ours=True)
@@ -284,6 +293,15 @@ def decoders(args: Args) -> Made:
     yield "transformers", lambda: entry(make_transformers(shape, weights, "gelu_new"))
     yield "x-transformers", lambda: entry(make_x_transformers(shape), same=False)
     yield "nn.TransformerEncoder", lambda: entry(make_torch_encoder(shape, weights))
+
+
+def as_trained(net: nn.Module) -> nn.Module:
+    """A copy whose products are oneDNN's where our training takes them here; or the same."""
+    if not any_large(net) or quicker_products() == "torch":
+        return net
+    copied = copy.deepcopy(net)
+    use_onednn(copied)
+    return copied
 
 
 def no_checkout() -> Entry:
@@ -331,7 +349,7 @@ def translators(args: Args) -> Made:
         return Entry(net.train(), losses, tokens, slots, ours=ours)
 
     def mine(way: str) -> Entry:
-        net = prepare(job.recipe).model.net  # the same weights in memory of its own
+        net = as_trained(prepare(job.recipe).model.net)  # the same weights in memory of its own
         loss = partial(batch_loss, net, ask=job.objective.ask)
         return entry(net, way, lambda b: loss(b) / b.count, ours=True)
 

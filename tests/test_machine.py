@@ -48,6 +48,7 @@ def quiet(monkeypatch, tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
     monkeypatch.setenv("CLEARHEAD_DATA", str(tmp_path))
+    monkeypatch.setenv("CLEARHEAD_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(machines, "read_processor", lambda: CPU)
     monkeypatch.setattr(machines, "read_memory", lambda: Memory(16 * 2**30, 8 * 2**30))
     monkeypatch.setattr(machines, "measure", lambda probes: GOOD)

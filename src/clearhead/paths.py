@@ -1,10 +1,17 @@
-"""What a name means that may be a path or a model of the hub; known before torch is imported."""
+"""Where things are: a path or a model of the hub, and what can be made or downloaded again."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from clearhead.errors import require
+
+
+def cache_folder() -> Path:
+    """Where Clearhead keeps what can be made or downloaded again: `CLEARHEAD_CACHE` names it."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("CLEARHEAD_CACHE") or Path(home) / "clearhead")
 
 
 def looks_like_path(source: str) -> bool:

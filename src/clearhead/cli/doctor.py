@@ -80,6 +80,8 @@ def _lines(machine: Machine) -> list[tuple[str, str]]:
     advice = machine.advice
     lines.append(("choose", f"{advice.device}, threads: {advice.threads}"))
     lines.append(("", f"{advice.dtype}: {advice.dtype_reason}"))
+    if advice.products == "onednn":
+        lines.append(("", "fp32 products of a training by oneDNN; it takes them by itself"))
     lines += _expected(machine)
     lines += _parts(machine)
     return lines
@@ -96,11 +98,11 @@ def _measured(machine: Machine) -> list[tuple[str, str]]:
     if machine.roofs is None:
         return [("measured", "nothing (--quick)")]
     roofs = machine.roofs
-    ratio = "failed" if roofs.bf16 is None else f"{roofs.bf16:.2g} x fp32"
     return [
         ("measured", f"memory read {_figure(roofs.bandwidth, 'GB/s')}"),
         ("", f"fp32 matrix product {_figure(roofs.gemm, 'GFLOP/s')}"),
-        ("", f"bf16 matrix product {ratio}"),
+        ("", f"the same by oneDNN, in training {_times(roofs.onednn, 'that')}"),
+        ("", f"bf16 matrix product {_times(roofs.bf16, 'fp32')}"),
     ]
 
 
@@ -131,6 +133,10 @@ def _parts(machine: Machine) -> list[tuple[str, str]]:
 
 def _gb(size: int | None) -> str:
     return "unknown" if size is None else f"{size / 2**30:.1f} GiB"
+
+
+def _times(ratio: float | None, what: str) -> str:
+    return "failed" if ratio is None else f"{ratio:.2g} x {what}"
 
 
 def _figure(value: float | None, unit: str) -> str:

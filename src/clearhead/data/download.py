@@ -17,6 +17,7 @@ from pathlib import Path
 
 from clearhead.data.files import BLOCK, File
 from clearhead.errors import ClearheadError, require
+from clearhead.paths import cache_folder
 
 Progress = Callable[[str, int, int | None], None]
 """Called with a file's name, the bytes that are there, and how many there will be if known."""
@@ -34,11 +35,6 @@ class Remote:
     """Of its bytes as published."""
     url: str = ""
     """Where it can be had; empty where no address is known to last."""
-
-
-def cache_folder() -> Path:
-    """Where Clearhead keeps what can be made or downloaded again."""
-    return Path(os.environ.get("CLEARHEAD_CACHE") or Path.home() / ".cache" / "clearhead")
 
 
 def locate(folder: str, remote: Remote, about: str, progress: Progress | None = None) -> File:

@@ -24,8 +24,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from clearhead.data.download import cache_folder
 from clearhead.errors import ClearheadError, did_you_mean, require
+from clearhead.paths import cache_folder
 
 FORMAT = "clearhead-shards/1"
 MANIFEST = "manifest.json"

@@ -24,6 +24,7 @@ import torch
 
 from clearhead import __version__
 from clearhead.errors import require
+from clearhead.paths import cache_folder
 
 MISSING = "Fast products take llvmlite, which is not installed: pip install 'clearhead[fast]'."
 ARGUMENTS = 10  # of every compiled function
@@ -105,7 +106,8 @@ def _code_of(name: str) -> bytes:
         cpu=host, features=features.flatten(), opt=3
     )
     key = (__version__, BEGUN, host, features.flatten(), machine.triple, llvmlite.__version__)
-    kept = _folder() / f"{name}-{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}.o"
+    mark = hashlib.sha256(repr(key).encode()).hexdigest()[:24]
+    kept = cache_folder() / "code" / f"{name}-{mark}.o"
     return _kept(kept, name, _shape(dict(features)), machine)
 
 
@@ -216,12 +218,6 @@ def _shape(features: dict[str, bool]) -> Any:
 def _dot(features: dict[str, bool], whole: str) -> Any:
     """How bytes are multiplied where this feature does it at once."""
     return "vnni" if features.get(whole) else "sign" if features.get("avx2") else "plain"
-
-
-def _folder() -> Path:
-    """Where compiled code is kept."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("CLEARHEAD_CACHE") or Path(home) / "clearhead") / "code"
 
 
 @functools.cache

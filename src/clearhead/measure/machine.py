@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from clearhead.measure.choices import better_products, remember
 from clearhead.measure.hardware import Memory, Processor, read_memory, read_processor
 from clearhead.measure.roofs import (
     PROBES,
@@ -67,6 +68,8 @@ class Advice:
     """The number format for training and generating."""
     dtype_reason: str
     """Why that format."""
+    products: str
+    """Who multiplies fp32 matrices in training on the CPU."""
     threads: int
     """Threads for one process."""
     train_tokens: float | None
@@ -111,6 +114,8 @@ def examine(*, quick: bool = False, folder: str | Path = ".") -> Machine:
     """Look at this machine and, unless `quick`, measure its roofs too (two seconds)."""
     processor, memory, data = read_processor(), read_memory(), find_data()
     report = measure(() if quick else PROBES)
+    if not quick:
+        remember(report)
     disk_free = shutil.disk_usage(folder).free
     problems = [
         *torch_problems(report, processor),
@@ -137,13 +142,15 @@ def advise(report: Report, processor: Processor) -> Advice:
     devices = report.torch.devices if report.torch else ("cpu",)
     device = best_device(devices)
     roofs = report.roofs or Roofs()
-    dtype, reason = _dtype(device, report, roofs.bf16)
+    best = max(1.0, roofs.onednn or 0.0)  # the quicker fp32, as a multiple of PyTorch's own
+    dtype, reason = _dtype(device, report, roofs.bf16 and roofs.bf16 / best)
     return Advice(
         device=device,
         dtype=dtype,
         dtype_reason=reason,
+        products=better_products(roofs.onednn),
         threads=processor.usable,
-        train_tokens=roofs.gemm and training_roof(roofs.gemm, GPT2_PARAMETERS),
+        train_tokens=roofs.gemm and training_roof(roofs.gemm * best, GPT2_PARAMETERS),
         decode_tokens=roofs.bandwidth and decoding_roof(roofs.bandwidth, GPT2_PARAMETERS),
     )
 

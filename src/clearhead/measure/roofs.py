@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-PROBES = ("bandwidth", "gemm", "bf16")  # the riskiest last
+PROBES = ("bandwidth", "gemm", "onednn", "bf16")  # the riskiest last
 TIME_LIMIT = 120.0  # seconds, for a child that hangs; three or four are enough for a sound one
 
 
@@ -55,6 +55,8 @@ class Roofs:
     """bf16 matrix product as a multiple of the fp32 one of the same size: below 1 it is slower."""
     fp16: float | None = None
     """The same of fp16; only for those who ask."""
+    onednn: float | None = None
+    """The fp32 products of a layer in training by oneDNN, as a multiple of PyTorch's own speed."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,13 @@ def _reason(code: int, stderr: str) -> str:
 def _child() -> None:
     """One JSON object a line, written at once: the lines before a crash are not lost."""
     _say(torch=_about_torch())
-    measures = {"bandwidth": _bandwidth, "gemm": _gemm, "bf16": _bf16, "fp16": _fp16}
+    measures = {
+        "bandwidth": _bandwidth,
+        "gemm": _gemm,
+        "onednn": _onednn,
+        "bf16": _bf16,
+        "fp16": _fp16,
+    }
     for probe in sys.argv[1:]:
         _say(**{probe: measures[probe]()})
 
@@ -173,6 +181,25 @@ def _gemm() -> float:
     import torch
 
     return _product_rate(1024, torch.float32)
+
+
+def _onednn() -> float | None:
+    import torch
+    from torch.nn import functional
+
+    from clearhead.layers.products import linear
+
+    if not torch.backends.mkldnn.is_available():
+        return None
+    x, weight = torch.ones(1024, 256, requires_grad=True), torch.ones(1024, 256, requires_grad=True)
+    asked = torch.ones(1024, 1024)
+
+    def one(way: Callable[..., Any]) -> float:
+        return _best(lambda: torch.autograd.grad(way(x, weight), (x, weight), asked), 0.05)
+
+    # Turn by turn: a machine that slows down meanwhile slows both.
+    theirs, ours = zip(*((one(functional.linear), one(linear)) for _ in range(3)), strict=True)
+    return min(theirs) / min(ours)
 
 
 def _bf16() -> float:

@@ -23,6 +23,7 @@ import torch
 from clearhead.data.batch import Batch
 from clearhead.data.batches import prefetch
 from clearhead.errors import ClearheadError, require
+from clearhead.layers.products import use_onednn
 from clearhead.memory import keep_freed_memory
 from clearhead.model import Model
 from clearhead.training.average import EMA, EMAConfig, LastConfig, swapped
@@ -64,7 +65,10 @@ class Trainer:
         self.net = job.model.net.to(self.device)
         if train.machine.shard and self.world.size > 1:
             share_out(self.net, train)
-        self.optimisers = build_optimisers(self.net, self.recipe.optim)
+        onednn = train.machine.products == "onednn" and self.device.type == "cpu"
+        if onednn:
+            use_onednn(self.net)
+        self.optimisers = build_optimisers(self.net, self.recipe.optim, onednn)
         self.guard = Guard()
         self.live = LiveDiagnosis(train.eval_every, train.label_smoothing)
         self.ema = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,7 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from clearhead.errors import require
+from clearhead.layers.products import any_large
 from clearhead.layers.stack import Stack
+from clearhead.measure.choices import quicker_products
 from clearhead.measure.machine import best_device
 from clearhead.measure.roofs import find_devices
 from clearhead.training.recipe import MachineConfig
@@ -51,15 +54,36 @@ def autocast(config: MachineConfig, device: torch.device) -> AbstractContextMana
     return torch.autocast(device.type, dtype=TYPES[config.precision])
 
 
+def settle_machine(config: MachineConfig, device: torch.device, net: nn.Module) -> MachineConfig:
+    """The same with all that was left open decided for this machine and this network.
+
+    What is decided goes into the recipe of the run, so that taking it up again decides nothing.
+    """
+    products, compiled = config.products, config.compile
+    if compiled is None:
+        # Measured on CPUs (benchmarks/README.md): fused kernels gain less than oneDNN's products,
+        # and less than a minute of compiling costs in all but very long runs.
+        compiled = device.type == "cuda"
+    can = device.type == "cpu" and config.precision == "fp32" and not compiled
+    require(
+        can or products != "onednn",
+        "train.machine.products=onednn is for fp32 on a CPU, without torch.compile: leave it away.",
+    )
+    if products == "auto":
+        products = quicker_products() if can and any_large(net) else "torch"
+    return dataclasses.replace(config, products=products, compile=compiled)
+
+
 def describe_choice(config: MachineConfig, device: torch.device) -> str:
-    """The type of numbers and whether kernels are made first, with the reason."""
+    """The type of numbers and who multiplies them, with the reason."""
     reason = "as set"
     if config.precision == "fp32":
         reason = "exact; clearhead doctor measures whether bf16 is faster"
         if device.type == "cuda" and torch.cuda.is_bf16_supported():
             reason = "exact; bf16 is faster on this GPU"
-    compiled = "compiled first" if config.compile else "not compiled: that pays in long runs only"
-    return f"{config.precision} ({reason}), {compiled}"
+    products = "products by oneDNN, " if config.products == "onednn" else ""
+    compiled = "compiled first" if config.compile else "not compiled: on CPUs that gains little"
+    return f"{config.precision} ({reason}), {products}{compiled}"
 
 
 def loss_scaler(config: MachineConfig, device: torch.device) -> torch.amp.GradScaler | None:

@@ -130,8 +130,10 @@ class MachineConfig(Spec, kind="machine"):
     """auto, cpu, cuda, mps."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """The type of products (the weights stay fp32)."""
-    compile: bool = False
-    """Whether torch.compile makes kernels for this model first."""
+    products: Literal["auto", "torch", "onednn"] = "auto"
+    """Who multiplies matrices in fp32 on a CPU: PyTorch's choice, or oneDNN; auto: the quicker."""
+    compile: bool | None = None
+    """Whether torch.compile makes kernels for this model first; None: where that pays."""
     recompute: bool = False
     """Whether blocks are computed again in the backward pass instead of kept: less memory."""
     threads: int | None = None

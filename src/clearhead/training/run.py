@@ -6,6 +6,7 @@ for step in ch.train("my.txt", out="runs/mine", **{"train.minutes": 5}): ...
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Generator, Iterator, Mapping
@@ -26,7 +27,7 @@ from clearhead.training.folder import RunFolder
 from clearhead.training.guess import guess_recipe
 from clearhead.training.job import Job, prepare
 from clearhead.training.loop import Trainer
-from clearhead.training.machine import pick_device
+from clearhead.training.machine import pick_device, settle_machine
 from clearhead.training.recipe import Recipe
 from clearhead.training.room import check_precision, check_room
 from clearhead.training.tune import describe_start, settle
@@ -103,6 +104,7 @@ def open_run(
         return job
 
     job = world.in_turn(begin)
+    job = _settle_machine(job, device, world, resume)
     if resume:
         assert folder is not None
         if world.first:
@@ -122,6 +124,22 @@ def open_run(
     if recipe.train.minutes is not None and world.size == 1:
         trainer.deadline = 60 * recipe.train.minutes
     return trainer
+
+
+def _settle_machine(job: Job, device: torch.device, world: World, resume: bool) -> Job:
+    """The job with its arithmetic decided, in all processes as in the first."""
+    train, machine = job.recipe.train, job.recipe.train.machine
+    if resume and machine.products == "auto":  # begun before there was a choice
+        machine = dataclasses.replace(machine, products="torch", compile=bool(machine.compile))
+    if world.first:
+        machine = settle_machine(machine, device, job.model.net)
+    onednn = world.told(int(machine.products == "onednn"))
+    compiled = world.told(int(bool(machine.compile)))
+    machine = dataclasses.replace(
+        machine, products="onednn" if onednn else "torch", compile=bool(compiled)
+    )
+    recipe = dataclasses.replace(job.recipe, train=dataclasses.replace(train, machine=machine))
+    return dataclasses.replace(job, recipe=recipe)
 
 
 def _long_warmup(recipe: Recipe) -> str:

@@ -22,7 +22,9 @@ from clearhead.training.recipe import Recipe
 from clearhead.training.run import read_recipe
 
 # Settings that say where and how often something is done, not what comes out.
-MACHINE = tuple(f"train.machine.{key}" for key in ("device", "threads", "compile", "recompute"))
+MACHINE = tuple(
+    f"train.machine.{key}" for key in ("device", "threads", "products", "compile", "recompute")
+)
 ASIDE = (*MACHINE, "train.eval_every", "train.checkpoint_every", "train.keep", "eval.prompt")
 State = Literal["running", "finished", "stopped", "begun", "broken"]
 

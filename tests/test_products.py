@@ -1,0 +1,261 @@
+"""Products by oneDNN: equal to PyTorch's own, chosen once a machine, and part of the run."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from torch import nn
+
+import clearhead as ch
+from clearhead.errors import ClearheadError
+from clearhead.layers import products
+from clearhead.layers.products import any_large, linear, use_onednn
+from clearhead.measure import choices
+from clearhead.measure.roofs import Report, Roofs
+from clearhead.training import machine as machines
+from clearhead.training.machine import describe_choice, settle_machine
+from clearhead.training.muon import orthogonal
+from clearhead.training.recipe import MachineConfig
+from processes import digest, recipe, run
+
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN"
+)
+
+
+def gradients(way, x, weight, bias, asked):
+    inputs = [t.detach().requires_grad_() for t in (x, weight, bias) if t is not None]
+    out = way(*inputs)
+    return out.detach(), torch.autograd.grad(out, inputs, asked.to(out.dtype))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(7,), (1,), (3, 5), (2, 300)])
+@pytest.mark.parametrize(("wide", "out"), [(48, 33), (5, 128), (64, 1)])
+def test_values_and_gradients_are_those_of_torch(shape, wide, out, bias):
+    x, weight = torch.randn(*shape, wide), torch.randn(out, wide)
+    b, asked = torch.randn(out) if bias else None, torch.randn(*shape, out)
+    exact = [t if t is None else t.double() for t in (x, weight, b)]
+    right, right_gradients = gradients(F.linear, *exact, asked)
+    found, found_gradients = gradients(linear, x, weight, b, asked)
+    torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-4)
+    for got, wanted in zip(found_gradients, right_gradients, strict=True):
+        assert got.shape == wanted.shape
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-4)
+
+
+def test_tensors_that_lie_otherwise():
+    x = torch.randn(5, 12, 3).mT  # [5, 3, 12]
+    weight, asked = torch.randn(12, 20).t(), torch.randn(5, 20, 3).mT
+    right, right_gradients = gradients(F.linear, x, weight, None, asked)
+    found, found_gradients = gradients(linear, x, weight, None, asked)
+    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+    for got, wanted in zip(found_gradients, right_gradients, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_frozen_gets_no_gradient():
+    x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(6, 8)
+    bias = torch.zeros(6, requires_grad=True)
+    linear(x, weight, bias).sum().backward()
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(4, 8))
+    torch.testing.assert_close(bias.grad, torch.full((6,), 4.0))
+    still = linear(x.detach(), weight)
+    assert not still.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_types_and_empty_batches_are_torchs(dtype):
+    x, weight = torch.randn(3, 8, dtype=dtype), torch.randn(6, 8, dtype=dtype)
+    assert torch.equal(linear(x, weight), F.linear(x, weight))
+    assert linear(torch.zeros(0, 8), torch.zeros(6, 8)).shape == (0, 6)
+
+
+def wide_model():
+    settings = {"n_layers": 2, "d_model": 128, "n_heads": 4, "vocab_size": 50, "max_len": 32}
+    return ch.build("gpt2", seed=0, dropout=0.0, **settings)
+
+
+def test_a_network_is_the_same_with_them():
+    net = wide_model().net
+    twin = copy.deepcopy(net)
+    use_onednn(twin)
+    assert all(type(b) is type(a) for a, b in zip(net.modules(), twin.modules(), strict=True))
+    swapped = [m for m in twin.modules() if "forward" in vars(m)]
+    assert len(swapped) == 2 * 6  # the head has 50 x 128 weights: too few
+    ids = torch.randint(50, (3, 20))
+    for model in (net, twin):
+        F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+    torch.testing.assert_close(twin(ids), net(ids), rtol=1e-5, atol=1e-5)
+    for (name, a), b in zip(net.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_copy_has_weights_of_its_own():
+    net = wide_model().net
+    use_onednn(net)
+    ids = torch.randint(50, (1, 9))
+    before = net(ids)
+    new = copy.deepcopy(net)
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.zero_()
+    assert torch.equal(net(ids), before)
+    assert not new(ids).any()
+
+
+def test_small_layers_are_left_as_they_are():
+    net = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16))
+    assert not any_large(net)
+    use_onednn(net)
+    assert all("forward" not in vars(layer) for layer in net)
+    assert any_large(nn.Sequential(nn.Linear(128, 128)))
+
+
+@pytest.mark.parametrize("shape", [(192, 192), (256, 128), (128, 384)])
+def test_muon_turns_matrices_alike(shape):
+    x = torch.randn(2, *shape)
+    torch.testing.assert_close(orthogonal(x, onednn=True), orthogonal(x), rtol=1e-4, atol=1e-5)
+
+
+# --- the choice ---
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("CLEARHEAD_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def measured(cache, monkeypatch):
+    """A machine where oneDNN is so much quicker; how often it was measured."""
+    asked = []
+
+    def measure(probes):
+        asked.append(probes)
+        return Report(roofs=Roofs(onednn=measure.ratio))
+
+    measure.ratio, measure.asked = 2.0, asked
+    monkeypatch.setattr(choices, "measure", measure)
+    return measure
+
+
+@pytest.mark.parametrize(
+    ("ratio", "wanted"), [(2.0, "onednn"), (1.05, "torch"), (0.5, "torch"), (None, "torch")]
+)
+def test_the_quicker_is_taken_and_remembered(measured, ratio, wanted):
+    measured.ratio = ratio
+    assert choices.quicker_products() == wanted
+    measured.ratio = 0.1 if wanted == "onednn" else 9.0  # noise of another moment
+    assert choices.quicker_products() == wanted
+    assert measured.asked == [("onednn",)]
+
+
+def test_a_child_that_died_chooses_torch(measured, monkeypatch):
+    died = Report(died_in="onednn", reason="Illegal instruction", roofs=Roofs())
+    monkeypatch.setattr(choices, "measure", lambda probes: died)
+    assert choices.quicker_products() == "torch"
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"a": 1}', '{"x": {"onednn": "much"}}'])
+def test_a_spoilt_memory_is_measured_anew(measured, cache, content):
+    cache.mkdir()
+    (cache / choices.FILE).write_text(content)
+    assert choices.quicker_products() == "onednn"
+    assert choices.quicker_products() == "onednn"
+    assert len(measured.asked) == 1
+    assert isinstance(json.loads((cache / choices.FILE).read_text()), dict)
+
+
+def test_doctor_measures_anew(measured, monkeypatch):
+    assert choices.quicker_products() == "onednn"
+    choices.remember(Report(roofs=Roofs(onednn=0.9)))
+    assert choices.quicker_products() == "torch"
+
+
+def test_a_cache_that_cannot_be_written_to_costs_time_only(measured, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CLEARHEAD_CACHE", str(tmp_path / "file" / "cache"))
+    assert choices.quicker_products() == "onednn"
+    assert choices.quicker_products() == "onednn"
+    assert len(measured.asked) == 2
+
+
+def test_what_is_left_open_is_decided_for_the_network(measured):
+    wide, narrow = nn.Linear(128, 128), nn.Linear(8, 8)
+    chosen = settle_machine(MachineConfig(), CPU, nn.Sequential(wide))
+    assert (chosen.products, chosen.compile) == ("onednn", False)
+    assert "products by oneDNN" in describe_choice(chosen, CPU)
+    assert settle_machine(chosen, CPU, narrow) == chosen
+    small = settle_machine(MachineConfig(), CPU, nn.Sequential(narrow))
+    assert small.products == "torch"
+    assert "oneDNN" not in describe_choice(small, CPU)
+    for other in ({"precision": "bf16"}, {"compile": True}):
+        config = MachineConfig(**other)
+        assert settle_machine(config, CPU, nn.Sequential(wide)).products == "torch"
+        with pytest.raises(ClearheadError, match="fp32 on a CPU"):
+            settle_machine(replace(config, products="onednn"), CPU, wide)
+
+
+def test_on_a_gpu_it_is_compiled():
+    chosen = settle_machine(MachineConfig(), torch.device("cuda"), nn.Linear(512, 512))
+    assert (chosen.products, chosen.compile) == ("torch", True)
+
+
+# --- the run ---
+
+
+def wide_recipe(folder, **changes):
+    more = {"model.d_model": 128, "model.n_heads": 4, "optim.name": "muon", "optim.lr": 0.02}
+    return recipe(folder, **more, **changes)
+
+
+def test_a_run_with_them_is_taken_up_to_the_bit(tmp_path, cache, measured):
+    settings = wide_recipe(tmp_path, **{"train.accumulate": 2})
+    whole = run(settings)
+    first = run(settings, tmp_path / "run", stop=5)
+    kept = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
+    assert kept["train"]["machine"]["products"] == "onednn"
+    measured.ratio = 0.5
+    choices.remember(Report(roofs=Roofs(onednn=0.5)))  # the run has decided: it stays with it
+    second = run(settings, tmp_path / "run", resume=True)
+    assert [*first.losses, *second.losses] == whole.losses
+    assert digest(second.weights) == digest(whole.weights)
+
+
+def test_they_change_a_run_by_rounding_alone(tmp_path, cache):
+    runs = [
+        run(wide_recipe(tmp_path, **{"train.machine.products": way})) for way in ("torch", "onednn")
+    ]
+    assert runs[0].losses == pytest.approx(runs[1].losses, rel=1e-3)
+    assert runs[0].losses != runs[1].losses
+
+
+def test_a_run_from_before_there_was_a_choice_stays_as_it_was(tmp_path, cache, measured):
+    settings = wide_recipe(tmp_path)
+    whole = run(wide_recipe(tmp_path, **{"train.machine.products": "torch"}))
+    first = run(
+        wide_recipe(tmp_path, **{"train.machine.products": "torch"}), tmp_path / "run", stop=5
+    )
+    path = tmp_path / "run" / "recipe.yaml"
+    old = yaml.safe_load(path.read_text())
+    del old["train"]["machine"]["products"]
+    path.write_text(yaml.safe_dump(old))
+    second = run(settings, tmp_path / "run", resume=True)
+    assert [*first.losses, *second.losses] == whole.losses
+    assert measured.asked == []
+
+
+def test_a_tiny_run_measures_nothing(tmp_path, cache, monkeypatch):
+    monkeypatch.setattr(machines, "quicker_products", lambda: pytest.fail("measured"))
+    assert run(recipe(tmp_path), stop=2).losses
+    assert products.LEAST > 64 * 64
