@@ -39,7 +39,8 @@ from clearhead.training.events import Evaluated, Stopped
 from clearhead.training.job import prepare
 from clearhead.training.loop import Trainer
 from clearhead.training.recipe import Characters
-from clearhead.training.run import read_recipe
+from clearhead.training.run import read_recipe, settle_arithmetic
+from clearhead.training.world import World
 
 OURS, THEIRS = "clearhead", "nanoGPT"
 # nanoGPT's README, "I only have a macbook", over config/train_shakespeare_char.py over train.py
@@ -223,7 +224,8 @@ class Ours:
         assert recipe.data.source == "tinyshakespeare", "the recipe must be of the same text"
         assert isinstance(recipe.tokenizer, Characters), "losses are compared by character"
         assert recipe.train.patience is None, "more evaluations would be less patience"
-        job, _ = fit_budget(prepare(recipe))
+        job = settle_arithmetic(prepare(recipe), torch.device("cpu"), World())
+        job, _ = fit_budget(job)
         self._trainer = Timed(job)
         self._steps = self._trainer.steps()
         self.parameters = sum(p.numel() for p in self._trainer.net.parameters())

@@ -104,7 +104,7 @@ def open_run(
         return job
 
     job = world.in_turn(begin)
-    job = _settle_machine(job, device, world, resume)
+    job = settle_arithmetic(job, device, world, resume)
     if resume:
         assert folder is not None
         if world.first:
@@ -126,7 +126,7 @@ def open_run(
     return trainer
 
 
-def _settle_machine(job: Job, device: torch.device, world: World, resume: bool) -> Job:
+def settle_arithmetic(job: Job, device: torch.device, world: World, resume: bool = False) -> Job:
     """The job with its arithmetic decided, in all processes as in the first."""
     train, machine = job.recipe.train, job.recipe.train.machine
     if resume and machine.products == "auto":  # begun before there was a choice
