@@ -391,8 +391,8 @@ def bits(number):
     return struct.unpack("<i", struct.pack("<f", number))[0]
 
 
-@pytest.mark.parametrize("lanes", [None, 4, 8])
-def test_small_operations(lanes):
+@pytest.mark.parametrize(("lanes", "threads"), [(None, 1), (None, 2), (4, 1), (8, 3)])
+def test_small_operations(lanes, threads):
     steps = compiled.steps()
     if lanes is not None:  # as for other processors
         machine = llvm.Target.from_default_triple().create_target_machine(
@@ -406,14 +406,14 @@ def test_small_operations(lanes):
 
     x, y = torch.randn(2, 3, 48), torch.randn(3, 48)
     weight, bias, out = torch.randn(48), torch.randn(48), torch.empty(3, 48)
-    call("layer_norm", x, weight, bias, out, 3, 48, bits(1e-5))
+    call("layer_norm", x, weight, bias, out, 48, bits(1e-5), 3, 0, threads)
     torch.testing.assert_close(out, F.layer_norm(x[0], (48,), weight, bias, 1e-5))
-    call("rms_norm", x, weight, 0, out, 3, 48, bits(1e-6))
+    call("rms_norm", x, weight, 0, out, 48, bits(1e-6), 3, 0, threads)
     torch.testing.assert_close(out, F.rms_norm(x[0], (48,), weight, 1e-6))
     sums = x[0].clone()
-    call("add", sums, y, 144)
+    call("add", sums, y, *[0] * 4, 144, 0, threads)
     assert sums.equal(x[0] + y)
-    call("times", sums, y, 144)
+    call("times", sums, y, *[0] * 4, 144, 0, threads)
     assert sums.equal((x[0] + y) * y)
     for name in ("gelu", "relu"):
         many = torch.linspace(-9, 9, 901)
@@ -428,7 +428,7 @@ def test_small_operations(lanes):
     facts |= dict(zip(("k_row", "k_head", "k_key"), slots.stride(), strict=False))
     told = torch.tensor([facts[name] for name in FACTS])
     new = torch.randn(2, 3, 16)
-    call("put", new, slots, told, 2)
+    call("put", new, slots, told, *[0] * 3, 2, 0, threads)
     assert slots[0, :, 3].equal(new[0])
     assert slots[1, :, 1].equal(new[1])
     assert slots.count_nonzero() == new.numel()
@@ -436,7 +436,7 @@ def test_small_operations(lanes):
     rotary = ch.build("llama", **SIZES | {"d_ff": 96}).net.stack.kinds[0].rotary
     cos, sin = rotary.angles(torch.arange(9).unsqueeze(0), torch.float32)
     turned = new.clone()
-    call("rotate", turned, cos, sin, told, 2, 3, 16, 16)
+    call("rotate", turned, cos, sin, told, 3, 16, 2, 16, threads)
     where = rotary.angles(torch.tensor([[3], [1]]), x.dtype)
     expected = rotary.rotate(new.view(2, 3, 1, 16), where)
     torch.testing.assert_close(turned, expected.view(2, 3, 16))

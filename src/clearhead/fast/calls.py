@@ -136,7 +136,8 @@ class Calls:
             told, size = self._positions(number)
             tables = self._tables(rotary, size)
             for place, count in ((q, heads), (k, own)):
-                self._step("rotate", place, *tables, told, self.rows, count, d, rotary.width)
+                ends = self.rows, rotary.width, self._few(self.rows * count * d)
+                self._step("rotate", place, *tables, told, count, d, *ends)
         self._mix(attn, number, q, k, v)
         self._product(attn.out_proj, self.far, out)
 
@@ -146,11 +147,10 @@ class Calls:
             self._several(ffn.joint, x, self.wide)
         else:
             self._product(ffn.in_proj, x, self.wide)
-        threads = 1 if inside < FEW else self.threads
-        name = str(name_of(ffn.activation))
-        self._step(name, wide, 0, 0, 0, wide, 0, inside, 0, threads)
+        ends = inside, 0, self._few(inside)
+        self._step(str(name_of(ffn.activation)), wide, 0, 0, 0, wide, 0, *ends)
         if type(ffn) is GatedFFN:
-            self._step("times", wide, wide + 4 * inside, inside)
+            self._step("times", wide, wide + 4 * inside, 0, 0, 0, 0, *ends)
         self._product(ffn.out_proj, self.wide, out)
 
     # -- single calls
@@ -186,11 +186,13 @@ class Calls:
         bias = torch.zeros_like(weight) if bias is None else bias.detach()
         self.kept += [weight, bias]
         name = "layer_norm" if isinstance(norm, nn.LayerNorm) else "rms_norm"
-        sizes = rows, weight.numel(), bits(norm.eps)
-        self._step(name, x, weight.data_ptr(), bias.data_ptr(), out, *sizes)
+        width = weight.numel()
+        ends = width, bits(norm.eps), rows, 0, self._few(rows * width)
+        self._step(name, x, weight.data_ptr(), bias.data_ptr(), out, *ends)
 
     def _add(self, x: Tensor, y: Tensor) -> None:
-        self._step("add", x.data_ptr(), y.data_ptr(), self.rows * self.width)
+        count = self.rows * self.width
+        self._step("add", x.data_ptr(), y.data_ptr(), 0, 0, 0, 0, count, 0, self._few(count))
 
     def _tables(self, rotary: Rotary, size: int) -> tuple[int, int]:
         """Cosines and sines of so many positions."""
@@ -199,6 +201,10 @@ class Calls:
             self.turns[id(rotary)] = rotary.angles(every, torch.float32)
         cos, sin = self.turns[id(rotary)]
         return cos.data_ptr(), sin.data_ptr()
+
+    def _few(self, numbers: int) -> int:
+        """Threads for something that is done with so many numbers one by one."""
+        return 1 if numbers < FEW else self.threads
 
     def _threads(self, numbers: int) -> int:
         return 1 if self.rows * numbers < SMALL else self.threads

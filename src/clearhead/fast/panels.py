@@ -16,6 +16,7 @@ are, from `formats.MANY` on (a single layer takes torch's product from `linear.M
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -29,6 +30,7 @@ VECTORS = 2  # of outputs in a panel
 DEPTH = 512  # weights of a row that are turned at a time
 HEIGHT = 144  # rows of x, at most, that pass over a panel: they stay in the second cache
 SQUARE = 8  # rows and columns that are turned at a time
+OFTEN = 2  # numbers of a row of x between two lines of memory that are asked for
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class _Panel:
     """Bytes from a row of outputs to the next."""
     bias: Any
     """What sums begin with."""
+    later: Any
+    """Where the weights of the next one are."""
 
 
 def write_panels(f: Function) -> None:
@@ -77,8 +81,8 @@ def write_panels(f: Function) -> None:
             place = f.b.select(full, to, beside)
             step = f.times(f.b.select(full, n, f.const(columns)), 4)
             later = f.add(w, f.size(f.add(at, f.times(k, columns))))
-            panel = _Panel(turned, f.add(deep, f.times(top, k)), depth, place, step, begin)
-            _tiles(f, panel, rows, f.b.icmp_signed("==", deep, f.const(0)), later)
+            panel = _Panel(turned, f.add(deep, f.times(top, k)), depth, place, step, begin, later)
+            _tiles(f, panel, rows, f.b.icmp_signed("==", deep, f.const(0)))
             done = f.b.icmp_signed(">=", f.add(deep, DEPTH), k)
             with f.b.if_then(f.b.and_(done, f.b.not_(full))):
                 _give(f, beside, to, (rows, count, columns))
@@ -135,25 +139,40 @@ def transposed(f: Function, rows: list[Any]) -> list[Any]:
 # --- tiles ---
 
 
-def _tiles(f: Function, panel: _Panel, rows: Any, begins: Any, later: Any) -> None:
+def _tiles(f: Function, panel: _Panel, rows: Any, begins: Any) -> None:
     """All rows of x over a panel, in tiles as even as can be; each asks for a part of the next
     panel.
     """
     most = f.shape.tile
     count = f.b.sdiv(f.add(rows, most - 1), f.const(most))
-    columns = VECTORS * f.shape.lanes
     with f.loop(f.const(0), count) as number:
         first, last = (f.b.sdiv(f.times(rows, f.add(number, i)), count) for i in (0, 1))
-        asked = [f.b.sdiv(f.times(f.add(number, i), columns), count) for i in (0, 1)]
-        with f.loop(*asked) as i:
-            row = f.add(later, f.size(f.times(f.args[7], i)))
-            with f.loop(f.const(0), f.size(panel.depth), LINE) as line:
-                f.ask_for(f.add(row, line), far=True)
-        cases = {n: partial(_tile, f, n, first, panel, begins) for n in range(1, most + 1)}
+        ask = _asker(f, panel, number, count)
+        cases = {n: partial(_tile, f, n, first, panel, begins, ask) for n in range(1, most + 1)}
         f.choose(f.b.sub(last, first), cases, lambda: None)
 
 
-def _tile(f: Function, rows: int, first: Any, panel: _Panel, begins: Any) -> None:
+def _asker(f: Function, panel: _Panel, number: Any, count: Any) -> Callable[[Any], None]:
+    """What asks for a line of the next panel, this tile's part of it in even steps: a processor
+    that is asked for many at once waits for them.
+    """
+    row = int(f.form_bytes * DEPTH)
+    whole = VECTORS * f.shape.lanes * row
+    start = f.b.sdiv(f.times(number, whole), count)
+    step = f.add(f.b.sdiv(f.const(whole // DEPTH), count), 1)
+    apart = f.size(f.args[7])
+
+    def ask(k: Any) -> None:
+        at = f.add(start, f.times(k, step))
+        line = f.times(f.b.lshr(at, f.const(row.bit_length() - 1)), apart)
+        f.ask_for(f.add(panel.later, line, f.b.and_(at, f.const(row - 1))), far=True)
+
+    return ask
+
+
+def _tile(
+    f: Function, rows: int, first: Any, panel: _Panel, begins: Any, ask: Callable[[Any], None]
+) -> None:
     """Sums of `rows` rows of x from `first` on, added to the bias or to those of the parts before:
     a chain of additions is no longer than a part.
     """
@@ -164,7 +183,7 @@ def _tile(f: Function, rows: int, first: Any, panel: _Panel, begins: Any) -> Non
     ]
     outs = [f.add(panel.start, f.times(f.add(first, i), panel.row)) for i in range(rows)]
     step = 4 * f.shape.lanes
-    found = multiplied(f, xs, (panel.turned, VECTORS * step), panel.depth, VECTORS)
+    found = multiplied(f, xs, (panel.turned, VECTORS * step), panel.depth, VECTORS, ask)
     for out, own in zip(outs, found, strict=True):
         before = f.b.select(begins, panel.bias, out)
         for i, total in enumerate(own):
@@ -173,18 +192,31 @@ def _tile(f: Function, rows: int, first: Any, panel: _Panel, begins: Any) -> Non
 
 
 def multiplied(
-    f: Function, xs: list[Any], lines: tuple[Any, Any], depth: Any, vectors: int
+    f: Function,
+    xs: list[Any],
+    lines: tuple[Any, Any],
+    depth: Any,
+    vectors: int,
+    ask: Callable[[Any], None] | None = None,
 ) -> list[list[Any]]:
     """For each row of x the sum over `depth` of its numbers by some vectors of the lines, which are
-    given by where the first is and how many bytes behind it the next.
+    given by where the first is and how many bytes behind it the next. `ask` may ask for memory
+    meanwhile; the depth is even then.
     """
     start, step = lines
     sums = [[f.variable(f.vector) for _ in range(vectors)] for _ in xs]
-    with f.loop(f.const(0), depth) as k:
+
+    def one(k: Any) -> None:
         at = f.add(start, f.times(k, step))
         ws = [f.floats(f.add(at, 4 * f.shape.lanes * j)) for j in range(vectors)]
         for x, own in zip(xs, sums, strict=True):
             number = f.everywhere(f.load(f.add(x, f.times(k, 4)), F32, 4))
             for w, place in zip(ws, own, strict=True):
                 f.b.store(f.fma(number, w, f.b.load(place, typ=f.vector)), place)
+
+    with f.loop(f.const(0), depth, OFTEN if ask else 1) as k:
+        if ask is not None:
+            ask(k)
+        for i in range(OFTEN if ask else 1):
+            one(f.add(k, i))
     return [[f.b.load(place, typ=f.vector) for place in own] for own in sums]

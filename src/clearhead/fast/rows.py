@@ -7,8 +7,9 @@
     run                     one call after the other: a row of the list is a function's address and
                             its ten arguments; `run_each`: several such lists
 
-They take one thread: their numbers are few. All addresses and sizes are whole numbers of 64 bits;
-widths are multiples of a vector, but for the pairs of `rotate`.
+All but `run` are shared out among threads by their rows (or numbers), where there are many: the
+seventh argument says how many, the ninth among how many threads. All addresses and sizes are whole
+numbers of 64 bits; widths are multiples of a vector, but for the pairs of `rotate`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from clearhead.fast.compile import ARGUMENTS, FACTS
 from clearhead.fast.words import F32, I32, I64, VOID, Function
 
 CALL = 8 * (1 + ARGUMENTS)  # bytes of a call in a list
+CHUNK = 1024  # numbers of `add` and `times` that a thread takes at a time
 
 
 def _number(f: Function, bits: Any) -> Any:
@@ -41,8 +43,8 @@ def seen_by(f: Function, facts: Any, row: Any) -> Any:
 
 
 def _norm(f: Function, centred: bool) -> None:
-    """(x, weight, bias, out, rows, width, eps)"""
-    x, weight, bias, out, rows, width, eps = f.args[:7]
+    """(x, weight, bias, out, width, eps, rows)"""
+    x, weight, bias, out, width, eps, _, _, first, last = f.args
     lanes, size = f.shape.lanes, f.times(width, 4)
     count = f.b.sitofp(width, F32)
 
@@ -55,7 +57,7 @@ def _norm(f: Function, centred: bool) -> None:
             f.b.store(f.fma(v, v, before) if squared else f.b.fadd(v, before), total)
         return f.b.fdiv(f.total(f.b.load(total, typ=f.vector)), count)
 
-    with f.loop(f.const(0), rows) as row:
+    with f.loop(first, last) as row:
         start, to = (f.add(place, f.times(row, size)) for place in (x, out))
         mean = f.everywhere(mean_of(start)) if centred else None
         spread = f.b.fadd(mean_of(start, mean, squared=True), _number(f, eps))
@@ -70,10 +72,10 @@ def _norm(f: Function, centred: bool) -> None:
 
 
 def _rotate(f: Function) -> None:
-    """(x, cos, sin, facts, rows, heads, d, width): the tables have a row a position."""
-    x, cos, sin, facts, rows, heads, d, width = f.args[:8]
+    """(x, cos, sin, facts, heads, d, rows, width): the tables have a row a position."""
+    x, cos, sin, facts, heads, d, _, width, first, last = f.args
     half = f.b.lshr(width, f.const(1))
-    with f.loop(f.const(0), rows) as row:
+    with f.loop(first, last) as row:
         here = f.times(f.times(f.add(seen_by(f, facts, row), -1), width), 4)
         tables = f.add(cos, here), f.add(sin, here)
         with f.loop(f.const(0), heads) as head:
@@ -94,31 +96,32 @@ def _turn_pair(f: Function, start: Any, tables: tuple[Any, Any], pair: tuple[Any
 
 
 def _put(f: Function) -> None:
-    """(new, slots, facts, rows): [rows, heads, d] go to where each row's last key is."""
-    new, slots, facts, rows = f.args[:4]
+    """(new, slots, facts, 0, 0, 0, rows): [rows, heads, d] go to where each row's last key is."""
+    new, slots, facts, _, _, _, _, _, first, last = f.args
     d, k_row, k_head, k_key = (_fact(f, facts, n) for n in ("d", "k_row", "k_head", "k_key"))
     own = f.b.sdiv(_fact(f, facts, "heads"), _fact(f, facts, "group"))
     lanes = f.shape.lanes
-    with f.loop(f.const(0), rows) as row:
+    with f.loop(first, last) as row:
         slot = f.times(f.add(seen_by(f, facts, row), -1), k_key)
-        last = f.add(slots, f.times(f.add(slot, f.times(row, k_row)), 4))
+        place = f.add(slots, f.times(f.add(slot, f.times(row, k_row)), 4))
         with f.loop(f.const(0), own) as head:
             start = f.add(new, f.times(f.times(f.add(f.times(row, own), head), d), 4))
-            to = f.add(last, f.times(f.times(head, k_head), 4))
+            to = f.add(place, f.times(f.times(head, k_head), 4))
             with f.loop(f.const(0), f.times(d, 4), 4 * lanes) as at:
                 f.store(f.floats(f.add(start, at)), f.add(to, at))
 
 
 def _both(f: Function, how: str) -> None:
-    """(x, y, count)"""
-    x, y, count = f.args[:3]
-    with f.loop(f.const(0), f.times(count, 4), 4 * f.shape.lanes) as at:
+    """(x, y, 0, 0, 0, 0, count)"""
+    x, y, count, first, last = (f.args[i] for i in (0, 1, 6, 8, 9))
+    start, end = f.times(first, 4 * CHUNK), f.least(f.times(last, 4 * CHUNK), f.times(count, 4))
+    with f.loop(start, end, 4 * f.shape.lanes) as at:
         place = f.add(x, at)
         values = f.floats(place), f.floats(f.add(y, at))
         f.store(getattr(f.b, how)(*values), place)
 
 
-def _run(f: Function) -> None:
+def run(f: Function) -> None:
     """(list, count)"""
     _work_off(f, *f.args[:2])
 
@@ -140,12 +143,12 @@ def _work_off(f: Function, calls: Any, count: Any) -> None:
         f.b.call(function, given)
 
 
-BODIES: dict[str, Callable[[Function], None]] = {
-    "layer_norm": partial(_norm, centred=True),
-    "rms_norm": partial(_norm, centred=False),
-    "rotate": _rotate,
-    "put": _put,
-    "add": partial(_both, how="fadd"),
-    "times": partial(_both, how="fmul"),
-    "run": _run,
+# name -> how many rows (or numbers) a thread takes at a time at least, and what it does with them
+BODIES: dict[str, tuple[int, Callable[[Function], None]]] = {
+    "layer_norm": (1, partial(_norm, centred=True)),
+    "rms_norm": (1, partial(_norm, centred=False)),
+    "rotate": (1, _rotate),
+    "put": (1, _put),
+    "add": (CHUNK, partial(_both, how="fadd")),
+    "times": (CHUNK, partial(_both, how="fmul")),
 }

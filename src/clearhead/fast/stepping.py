@@ -97,7 +97,9 @@ class StepCalls(Calls):
     def _mix(self, attn: Any, number: int, q: int, k: int, v: int) -> None:
         for i, place in enumerate((k, v)):
             self.moving.append((len(self.list) + 2, 2 * number + i))
-            self._step("put", place, 0, self._told(number), self.rows)
+            count = self.rows * attn.n_kv_heads * attn.head_dim
+            ends = self.rows, 0, self._few(count)
+            self._step("put", place, 0, self._told(number), 0, 0, 0, *ends)
         self.attending.append(len(self.list) + THREADS)
         self._attend(q, self._told(number), self.rows * attn.n_heads, number)
 

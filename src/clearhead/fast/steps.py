@@ -39,7 +39,7 @@ def write_module(name: str, shape: Shape) -> str:
     <name>_silu(x, 0, 0, 0, out, 0, count, 0, threads, 0)
     <name>_peaks(x, tops, 0, 0, sums, width, rows, part, threads, 0)
     <name>_run_each(lists, 0, 0, 0, 0, 0, count, 0, threads, 0)
-    and those of `rows`
+    and those of `rows`, whose arguments stand there
     """
     module = ir.Module(name)
     parts: dict[str, tuple[int, Callable[[Function], None]]] = {
@@ -47,6 +47,7 @@ def write_module(name: str, shape: Shape) -> str:
         "sequences": (1, write_sequences),
         "run_each": (1, rows.run_each),
         "peaks": (1, write_peaks),
+        **rows.BODIES,
     }
     for own, bend in BENDS.items():
         parts[own] = CHUNK, partial(pointwise, function=bend)
@@ -59,8 +60,7 @@ def write_module(name: str, shape: Shape) -> str:
         whole.write(
             partial(emit.write_product, strips=part.function, worker=worker.function, unit=unit)
         )
-    for own, write in rows.BODIES.items():
-        Function(module, f"{name}_{own}", rows.ARGUMENTS, shape, "fp32").write(write)
+    Function(module, f"{name}_run", rows.ARGUMENTS, shape, "fp32").write(rows.run)
     return str(module)
 
 

@@ -79,6 +79,11 @@ class Function:
             return self.b.lshr(count, self.const(1))
         return self.times(count, int(BYTES[self.form]))
 
+    @property
+    def form_bytes(self) -> float:
+        """The bytes of a packed weight."""
+        return BYTES[self.form]
+
     def groups(self, count: Any) -> Any:
         """The groups of so many weights."""
         return self.b.lshr(count, self.const(GROUP.bit_length() - 1))
