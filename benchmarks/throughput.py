@@ -22,8 +22,8 @@ Ours is "clearhead" (bucketed); a peer's own figure is its random line, and its 
 what is left of the difference when it gets our batches. Tokens are real ones of source and target;
 padding counts for nothing. Making batches is outside the clock, for all.
 
-Where oneDNN multiplies quicker than PyTorch's own choice (`clearhead doctor` says so), our training
-takes it, and so does "clearhead" here; "clearhead-torch" is ours without it.
+Where our compiled products are quicker than PyTorch's (`clearhead doctor` says so), our training
+takes them, and so does "clearhead" here; "clearhead-torch" is ours without them.
 
 Freed memory is kept by the process (`clearhead.memory`), as in our training, for all contenders;
 `--memory returned` leaves it to the C library, as the peers' own programs do.
@@ -66,7 +66,7 @@ from train_step import (
 )
 
 from clearhead.data.batch import Batch
-from clearhead.layers.products import any_large, use_onednn
+from clearhead.fast.products import any_large, use_compiled
 from clearhead.measure.choices import quicker_products
 from clearhead.memory import keep_freed_memory
 from clearhead.models import bart, gpt2
@@ -296,11 +296,11 @@ def decoders(args: Args) -> Made:
 
 
 def as_trained(net: nn.Module) -> nn.Module:
-    """A copy whose products are oneDNN's where our training takes them here; or the same."""
+    """A copy with compiled products, where our training takes them here; or the same."""
     if not any_large(net) or quicker_products() == "torch":
         return net
     copied = copy.deepcopy(net)
-    use_onednn(copied)
+    use_compiled(copied)
     return copied
 
 

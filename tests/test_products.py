@@ -1,4 +1,4 @@
-"""Products by oneDNN: equal to PyTorch's own, chosen once a machine, and part of the run."""
+"""Compiled products of training: equal to PyTorch's, chosen once a machine, part of the run."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from torch import nn
 
 import clearhead as ch
 from clearhead.errors import ClearheadError
-from clearhead.layers import products
-from clearhead.layers.products import any_large, linear, use_onednn
+from clearhead.fast import compile as compiled
+from clearhead.fast import products
+from clearhead.fast.products import any_large, linear, use_compiled
+from clearhead.fast.words import Shape
 from clearhead.measure import choices
 from clearhead.measure.roofs import Report, Roofs
 from clearhead.training import machine as machines
+from clearhead.training import run as runs
 from clearhead.training.machine import describe_choice, settle_machine
 from clearhead.training.muon import orthogonal
 from clearhead.training.recipe import MachineConfig
@@ -26,9 +29,9 @@ from processes import digest, recipe, run
 
 CPU = torch.device("cpu")
 
-pytestmark = pytest.mark.skipif(
-    not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN"
-)
+llvm = pytest.importorskip("llvmlite.binding", reason="pip install 'clearhead[fast]'")
+llvm.initialize_native_target()
+llvm.initialize_native_asmprinter()
 
 
 def gradients(way, x, weight, bias, asked):
@@ -39,7 +42,7 @@ def gradients(way, x, weight, bias, asked):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(7,), (1,), (3, 5), (2, 300)])
-@pytest.mark.parametrize(("wide", "out"), [(48, 33), (5, 128), (64, 1)])
+@pytest.mark.parametrize(("wide", "out"), [(32, 33), (64, 128), (416, 5), (48, 16), (64, 1)])
 def test_values_and_gradients_are_those_of_torch(shape, wide, out, bias):
     x, weight = torch.randn(*shape, wide), torch.randn(out, wide)
     b, asked = torch.randn(out) if bias else None, torch.randn(*shape, out)
@@ -87,7 +90,7 @@ def wide_model():
 def test_a_network_is_the_same_with_them():
     net = wide_model().net
     twin = copy.deepcopy(net)
-    use_onednn(twin)
+    use_compiled(twin)
     assert all(type(b) is type(a) for a, b in zip(net.modules(), twin.modules(), strict=True))
     swapped = [m for m in twin.modules() if "forward" in vars(m)]
     assert len(swapped) == 2 * 6  # the head has 50 x 128 weights: too few
@@ -101,7 +104,7 @@ def test_a_network_is_the_same_with_them():
 
 def test_a_copy_has_weights_of_its_own():
     net = wide_model().net
-    use_onednn(net)
+    use_compiled(net)
     ids = torch.randint(50, (1, 9))
     before = net(ids)
     new = copy.deepcopy(net)
@@ -115,7 +118,7 @@ def test_a_copy_has_weights_of_its_own():
 def test_small_layers_are_left_as_they_are():
     net = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16))
     assert not any_large(net)
-    use_onednn(net)
+    use_compiled(net)
     assert all("forward" not in vars(layer) for layer in net)
     assert any_large(nn.Sequential(nn.Linear(128, 128)))
 
@@ -123,7 +126,24 @@ def test_small_layers_are_left_as_they_are():
 @pytest.mark.parametrize("shape", [(192, 192), (256, 128), (128, 384)])
 def test_muon_turns_matrices_alike(shape):
     x = torch.randn(2, *shape)
-    torch.testing.assert_close(orthogonal(x, onednn=True), orthogonal(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(orthogonal(x, compiled=True), orthogonal(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("lanes", "threads"), [(None, 1), (None, 3), (4, 1), (8, 2)])
+def test_sums_of_lines(lanes, threads):
+    steps = compiled.steps()
+    if lanes is not None:  # as for other processors
+        machine = llvm.Target.from_default_triple().create_target_machine(
+            features=llvm.get_host_cpu_features().flatten(), opt=2
+        )
+        steps = compiled.steps_of(compiled.compiled_code("steps", Shape(lanes, 3, 2), machine))
+    for rows, depth, width in ((1, 1, 16), (13, 300, 48), (50, 256, 400), (25, 7, 784)):
+        b = torch.randn(depth, width)
+        for a in (torch.randn(rows, depth), torch.randn(depth, rows).t()):
+            out = torch.full((rows, width), torch.nan)
+            ends = *(4 * step for step in a.stride()), out.data_ptr(), depth, rows, width
+            steps["lines"](a.data_ptr(), b.data_ptr(), *ends, threads, 0)
+            torch.testing.assert_close(out, a @ b, rtol=1e-5, atol=1e-4)
 
 
 # --- the choice ---
@@ -137,12 +157,12 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def measured(cache, monkeypatch):
-    """A machine where oneDNN is so much quicker; how often it was measured."""
+    """A machine where compiled code is so much quicker; how often it was measured."""
     asked = []
 
     def measure(probes):
         asked.append(probes)
-        return Report(roofs=Roofs(onednn=measure.ratio))
+        return Report(roofs=Roofs(compiled=measure.ratio))
 
     measure.ratio, measure.asked = 2.0, asked
     monkeypatch.setattr(choices, "measure", measure)
@@ -150,60 +170,70 @@ def measured(cache, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("ratio", "wanted"), [(2.0, "onednn"), (1.05, "torch"), (0.5, "torch"), (None, "torch")]
+    ("ratio", "wanted"), [(2.0, "compiled"), (1.04, "torch"), (0.5, "torch"), (None, "torch")]
 )
 def test_the_quicker_is_taken_and_remembered(measured, ratio, wanted):
     measured.ratio = ratio
     assert choices.quicker_products() == wanted
-    measured.ratio = 0.1 if wanted == "onednn" else 9.0  # noise of another moment
+    measured.ratio = 0.1 if wanted == "compiled" else 9.0  # noise of another moment
     assert choices.quicker_products() == wanted
-    assert measured.asked == [("onednn",)]
+    assert measured.asked == [("compiled",)]
 
 
 def test_a_child_that_died_chooses_torch(measured, monkeypatch):
-    died = Report(died_in="onednn", reason="Illegal instruction", roofs=Roofs())
+    died = Report(died_in="compiled", reason="Illegal instruction", roofs=Roofs())
     monkeypatch.setattr(choices, "measure", lambda probes: died)
     assert choices.quicker_products() == "torch"
 
 
-@pytest.mark.parametrize("content", ["", "[1]", '{"a": 1}', '{"x": {"onednn": "much"}}'])
+@pytest.mark.parametrize("content", ["", "[1]", '{"a": 1}', '{"x": {"compiled": "much"}}'])
 def test_a_spoilt_memory_is_measured_anew(measured, cache, content):
     cache.mkdir()
     (cache / choices.FILE).write_text(content)
-    assert choices.quicker_products() == "onednn"
-    assert choices.quicker_products() == "onednn"
+    assert choices.quicker_products() == "compiled"
+    assert choices.quicker_products() == "compiled"
     assert len(measured.asked) == 1
     assert isinstance(json.loads((cache / choices.FILE).read_text()), dict)
 
 
 def test_doctor_measures_anew(measured, monkeypatch):
-    assert choices.quicker_products() == "onednn"
-    choices.remember(Report(roofs=Roofs(onednn=0.9)))
+    assert choices.quicker_products() == "compiled"
+    choices.remember(Report(roofs=Roofs(compiled=0.9)))
     assert choices.quicker_products() == "torch"
 
 
 def test_a_cache_that_cannot_be_written_to_costs_time_only(measured, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("CLEARHEAD_CACHE", str(tmp_path / "file" / "cache"))
-    assert choices.quicker_products() == "onednn"
-    assert choices.quicker_products() == "onednn"
+    assert choices.quicker_products() == "compiled"
+    assert choices.quicker_products() == "compiled"
     assert len(measured.asked) == 2
 
 
 def test_what_is_left_open_is_decided_for_the_network(measured):
     wide, narrow = nn.Linear(128, 128), nn.Linear(8, 8)
     chosen = settle_machine(MachineConfig(), CPU, nn.Sequential(wide))
-    assert (chosen.products, chosen.compile) == ("onednn", False)
-    assert "products by oneDNN" in describe_choice(chosen, CPU)
+    assert (chosen.products, chosen.compile) == ("compiled", False)
+    assert "compiled products" in describe_choice(chosen, CPU)
     assert settle_machine(chosen, CPU, narrow) == chosen
     small = settle_machine(MachineConfig(), CPU, nn.Sequential(narrow))
     assert small.products == "torch"
-    assert "oneDNN" not in describe_choice(small, CPU)
+    assert "compiled" not in describe_choice(small, CPU)
     for other in ({"precision": "bf16"}, {"compile": True}):
         config = MachineConfig(**other)
         assert settle_machine(config, CPU, nn.Sequential(wide)).products == "torch"
         with pytest.raises(ClearheadError, match="fp32 on a CPU"):
-            settle_machine(replace(config, products="onednn"), CPU, wide)
+            settle_machine(replace(config, products="compiled"), CPU, wide)
+
+
+def test_without_llvmlite_it_is_torch(measured, monkeypatch):
+    for place in (choices, machines):
+        monkeypatch.setattr(place, "available", lambda: False)
+    wide = nn.Sequential(nn.Linear(128, 128))
+    assert settle_machine(MachineConfig(), CPU, wide).products == "torch"
+    assert measured.asked == []
+    with pytest.raises(ClearheadError, match=r"clearhead\[fast\]"):
+        settle_machine(MachineConfig(products="compiled"), CPU, wide)
 
 
 def test_on_a_gpu_it_is_compiled():
@@ -224,20 +254,19 @@ def test_a_run_with_them_is_taken_up_to_the_bit(tmp_path, cache, measured):
     whole = run(settings)
     first = run(settings, tmp_path / "run", stop=5)
     kept = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
-    assert kept["train"]["machine"]["products"] == "onednn"
+    assert kept["train"]["machine"]["products"] == "compiled"
     measured.ratio = 0.5
-    choices.remember(Report(roofs=Roofs(onednn=0.5)))  # the run has decided: it stays with it
+    choices.remember(Report(roofs=Roofs(compiled=0.5)))  # the run has decided: it stays with it
     second = run(settings, tmp_path / "run", resume=True)
     assert [*first.losses, *second.losses] == whole.losses
     assert digest(second.weights) == digest(whole.weights)
 
 
 def test_they_change_a_run_by_rounding_alone(tmp_path, cache):
-    runs = [
-        run(wide_recipe(tmp_path, **{"train.machine.products": way})) for way in ("torch", "onednn")
-    ]
-    assert runs[0].losses == pytest.approx(runs[1].losses, rel=1e-3)
-    assert runs[0].losses != runs[1].losses
+    ways = [{"train.machine.products": way} for way in ("torch", "compiled")]
+    plain, own = (run(wide_recipe(tmp_path, **way)).losses for way in ways)
+    assert plain == pytest.approx(own, rel=1e-3)
+    assert plain != own
 
 
 def test_a_run_from_before_there_was_a_choice_stays_as_it_was(tmp_path, cache, measured):
@@ -253,6 +282,16 @@ def test_a_run_from_before_there_was_a_choice_stays_as_it_was(tmp_path, cache, m
     second = run(settings, tmp_path / "run", resume=True)
     assert [*first.losses, *second.losses] == whole.losses
     assert measured.asked == []
+
+
+def test_a_run_goes_on_where_there_is_no_llvmlite(tmp_path, cache, measured, monkeypatch):
+    settings = wide_recipe(tmp_path)
+    first = run(settings, tmp_path / "run", stop=5)
+    for place in (choices, machines, runs):
+        monkeypatch.setattr(place, "available", lambda: False)
+    second = run(settings, tmp_path / "run", resume=True)
+    assert len(first.losses) == 5
+    assert len(second.losses) == 7
 
 
 def test_a_tiny_run_measures_nothing(tmp_path, cache, monkeypatch):

@@ -319,9 +319,9 @@ def test_the_device_is_the_one_that_doctor_advises(monkeypatch):
 def test_the_choice_of_numbers_has_a_reason():
     cpu = torch.device("cpu")
     said = machine.describe_choice(MachineConfig(), cpu)
-    assert re.fullmatch(r"fp32 \(exact; .*doctor.*\), not compiled: .*", said)
+    assert re.fullmatch(r"fp32 \(exact; .*doctor.*\), no torch.compile: .*", said)
     said = machine.describe_choice(MachineConfig(precision="bf16", compile=True), cpu)
-    assert said == "bf16 (as set), compiled first"
+    assert said == "bf16 (as set), torch.compile first"
 
 
 def test_a_guess_goes_by_characters_whether_they_lie_in_one_text_or_in_many(tmp_path: Path):

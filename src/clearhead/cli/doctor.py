@@ -80,8 +80,8 @@ def _lines(machine: Machine) -> list[tuple[str, str]]:
     advice = machine.advice
     lines.append(("choose", f"{advice.device}, threads: {advice.threads}"))
     lines.append(("", f"{advice.dtype}: {advice.dtype_reason}"))
-    if advice.products == "onednn":
-        lines.append(("", "fp32 products of a training by oneDNN; it takes them by itself"))
+    if advice.products == "compiled":
+        lines.append(("", "compiled products in training; it takes them by itself"))
     lines += _expected(machine)
     lines += _parts(machine)
     return lines
@@ -101,7 +101,7 @@ def _measured(machine: Machine) -> list[tuple[str, str]]:
     return [
         ("measured", f"memory read {_figure(roofs.bandwidth, 'GB/s')}"),
         ("", f"fp32 matrix product {_figure(roofs.gemm, 'GFLOP/s')}"),
-        ("", f"the same by oneDNN, in training {_times(roofs.onednn, 'that')}"),
+        ("", f"compiled products of training {_times(roofs.compiled, 'that')}"),
         ("", f"bf16 matrix product {_times(roofs.bf16, 'fp32')}"),
     ]
 

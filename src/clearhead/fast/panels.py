@@ -198,10 +198,11 @@ def multiplied(
     depth: Any,
     vectors: int,
     ask: Callable[[Any], None] | None = None,
+    apart: Any = 4,
 ) -> list[list[Any]]:
-    """For each row of x the sum over `depth` of its numbers by some vectors of the lines, which are
-    given by where the first is and how many bytes behind it the next. `ask` may ask for memory
-    meanwhile; the depth is even then.
+    """For each row of x the sum over `depth` of its numbers, which are so many bytes `apart`, by
+    some vectors of the lines, which are given by where the first is and how many bytes behind it
+    the next. `ask` may ask for memory meanwhile; the depth is even then.
     """
     start, step = lines
     sums = [[f.variable(f.vector) for _ in range(vectors)] for _ in xs]
@@ -210,7 +211,7 @@ def multiplied(
         at = f.add(start, f.times(k, step))
         ws = [f.floats(f.add(at, 4 * f.shape.lanes * j)) for j in range(vectors)]
         for x, own in zip(xs, sums, strict=True):
-            number = f.everywhere(f.load(f.add(x, f.times(k, 4)), F32, 4))
+            number = f.everywhere(f.load(f.add(x, f.times(k, apart)), F32, 4))
             for w, place in zip(ws, own, strict=True):
                 f.b.store(f.fma(number, w, f.b.load(place, typ=f.vector)), place)
 

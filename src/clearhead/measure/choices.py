@@ -13,37 +13,40 @@ import json
 import os
 from typing import Any, Literal
 
+from clearhead.fast.compile import available
 from clearhead.measure.hardware import read_processor
 from clearhead.measure.roofs import Report, measure
 from clearhead.paths import cache_folder
 
 FILE = "machine.json"
-WORTH_IT = 1.1  # less than this is no gain that would be noticed
+WORTH_IT = 1.05  # less than this is no gain that would be noticed
 
 
-def quicker_products() -> Literal["torch", "onednn"]:
-    """Who multiplies the matrices of a training step in fp32 quicker on this CPU."""
+def quicker_products() -> Literal["torch", "compiled"]:
+    """How the matrices of a training step are multiplied quicker in fp32 on this CPU."""
+    if not available():
+        return "torch"
     known = _read().get(_name(), {})
-    ratio = known.get("onednn")
+    ratio = known.get("compiled")
     if not isinstance(ratio, float):
-        report = measure(("onednn",))
+        report = measure(("compiled",))
         ratio = remember(report)
     return better_products(ratio)
 
 
-def better_products(ratio: float | None) -> Literal["torch", "onednn"]:
-    """The choice that follows from oneDNN's speed as a multiple of PyTorch's."""
-    return "onednn" if ratio is not None and ratio >= WORTH_IT else "torch"
+def better_products(ratio: float | None) -> Literal["torch", "compiled"]:
+    """The choice that follows from the speed of compiled products as a multiple of PyTorch's."""
+    return "compiled" if ratio is not None and ratio >= WORTH_IT else "torch"
 
 
 def remember(report: Report) -> float:
-    """Keep what a report says of oneDNN: 0 where it ends the program or is not there."""
-    ratio = float((report.roofs and report.roofs.onednn) or 0.0)
+    """Keep what a report says of compiled products: 0 where they end the program."""
+    ratio = float((report.roofs and report.roofs.compiled) or 0.0)
     folder = cache_folder()
     with contextlib.suppress(OSError):  # a disk that cannot be written to costs time, no more
         folder.mkdir(parents=True, exist_ok=True)
         new = folder / f".{FILE}.{os.getpid()}"
-        new.write_text(json.dumps({**_read(), _name(): {"onednn": ratio}}, indent=1) + "\n")
+        new.write_text(json.dumps({**_read(), _name(): {"compiled": ratio}}, indent=1) + "\n")
         os.replace(new, folder / FILE)
     return ratio
 

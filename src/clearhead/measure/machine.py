@@ -142,13 +142,13 @@ def advise(report: Report, processor: Processor) -> Advice:
     devices = report.torch.devices if report.torch else ("cpu",)
     device = best_device(devices)
     roofs = report.roofs or Roofs()
-    best = max(1.0, roofs.onednn or 0.0)  # the quicker fp32, as a multiple of PyTorch's own
+    best = max(1.0, roofs.compiled or 0.0)  # the quicker fp32, as a multiple of PyTorch's own
     dtype, reason = _dtype(device, report, roofs.bf16 and roofs.bf16 / best)
     return Advice(
         device=device,
         dtype=dtype,
         dtype_reason=reason,
-        products=better_products(roofs.onednn),
+        products=better_products(roofs.compiled),
         threads=processor.usable,
         train_tokens=roofs.gemm and training_roof(roofs.gemm * best, GPT2_PARAMETERS),
         decode_tokens=roofs.bandwidth and decoding_roof(roofs.bandwidth, GPT2_PARAMETERS),

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-PROBES = ("bandwidth", "gemm", "onednn", "bf16")  # the riskiest last
+PROBES = ("bandwidth", "gemm", "compiled", "bf16")  # the riskiest last
 TIME_LIMIT = 120.0  # seconds, for a child that hangs; three or four are enough for a sound one
 
 
@@ -55,8 +55,8 @@ class Roofs:
     """bf16 matrix product as a multiple of the fp32 one of the same size: below 1 it is slower."""
     fp16: float | None = None
     """The same of fp16; only for those who ask."""
-    onednn: float | None = None
-    """The fp32 products of a layer in training by oneDNN, as a multiple of PyTorch's own speed."""
+    compiled: float | None = None
+    """Compiled fp32 products of a layer in training, as a multiple of PyTorch's own speed."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def _child() -> None:
     measures = {
         "bandwidth": _bandwidth,
         "gemm": _gemm,
-        "onednn": _onednn,
+        "compiled": _compiled,
         "bf16": _bf16,
         "fp16": _fp16,
     }
@@ -183,13 +183,14 @@ def _gemm() -> float:
     return _product_rate(1024, torch.float32)
 
 
-def _onednn() -> float | None:
+def _compiled() -> float | None:
     import torch
     from torch.nn import functional
 
-    from clearhead.layers.products import linear
+    from clearhead.fast.compile import available
+    from clearhead.fast.products import linear
 
-    if not torch.backends.mkldnn.is_available():
+    if not available():
         return None
     x, weight = torch.ones(1024, 256, requires_grad=True), torch.ones(1024, 256, requires_grad=True)
     asked = torch.ones(1024, 1024)

@@ -23,7 +23,7 @@ import torch
 from clearhead.data.batch import Batch
 from clearhead.data.batches import prefetch
 from clearhead.errors import ClearheadError, require
-from clearhead.layers.products import use_onednn
+from clearhead.fast.products import use_compiled
 from clearhead.memory import keep_freed_memory
 from clearhead.model import Model
 from clearhead.training.average import EMA, EMAConfig, LastConfig, swapped
@@ -65,10 +65,10 @@ class Trainer:
         self.net = job.model.net.to(self.device)
         if train.machine.shard and self.world.size > 1:
             share_out(self.net, train)
-        onednn = train.machine.products == "onednn" and self.device.type == "cpu"
-        if onednn:
-            use_onednn(self.net)
-        self.optimisers = build_optimisers(self.net, self.recipe.optim, onednn)
+        compiled = train.machine.products == "compiled" and self.device.type == "cpu"
+        if compiled:
+            use_compiled(self.net)
+        self.optimisers = build_optimisers(self.net, self.recipe.optim, compiled)
         self.guard = Guard()
         self.live = LiveDiagnosis(train.eval_every, train.label_smoothing)
         self.ema = (

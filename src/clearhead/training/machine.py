@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from clearhead.errors import require
-from clearhead.layers.products import any_large
+from clearhead.fast.compile import MISSING, available
+from clearhead.fast.products import any_large
 from clearhead.layers.stack import Stack
 from clearhead.measure.choices import quicker_products
 from clearhead.measure.machine import best_device
@@ -61,14 +62,16 @@ def settle_machine(config: MachineConfig, device: torch.device, net: nn.Module) 
     """
     products, compiled = config.products, config.compile
     if compiled is None:
-        # Measured on CPUs (benchmarks/README.md): fused kernels gain less than oneDNN's products,
-        # and less than a minute of compiling costs in all but very long runs.
+        # Measured on CPUs (benchmarks/README.md): torch's fused kernels gain less than compiled
+        # products, and less than a minute of compiling costs in all but very long runs.
         compiled = device.type == "cuda"
     can = device.type == "cpu" and config.precision == "fp32" and not compiled
     require(
-        can or products != "onednn",
-        "train.machine.products=onednn is for fp32 on a CPU, without torch.compile: leave it away.",
+        can or products != "compiled",
+        "train.machine.products=compiled is for fp32 on a CPU, without torch.compile: leave it "
+        "away.",
     )
+    require(products != "compiled" or available(), MISSING)
     if products == "auto":
         products = quicker_products() if can and any_large(net) else "torch"
     return dataclasses.replace(config, products=products, compile=compiled)
@@ -81,9 +84,9 @@ def describe_choice(config: MachineConfig, device: torch.device) -> str:
         reason = "exact; clearhead doctor measures whether bf16 is faster"
         if device.type == "cuda" and torch.cuda.is_bf16_supported():
             reason = "exact; bf16 is faster on this GPU"
-    products = "products by oneDNN, " if config.products == "onednn" else ""
-    compiled = "compiled first" if config.compile else "not compiled: on CPUs that gains little"
-    return f"{config.precision} ({reason}), {products}{compiled}"
+    products = ", compiled products" if config.products == "compiled" else ""
+    compiled = "torch.compile first" if config.compile else "no torch.compile: it gains little"
+    return f"{config.precision} ({reason}){products}, {compiled}"
 
 
 def loss_scaler(config: MachineConfig, device: torch.device) -> torch.amp.GradScaler | None:

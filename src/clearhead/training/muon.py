@@ -9,7 +9,7 @@ quintic that is steep at 0 bring them there without a decomposition:
 
 Differs from torch.optim.Muon: it works in the parameters' own type (bfloat16 crawls on most CPUs),
 and matrices of one shape go through the products together, which is several times faster for small
-models, or one by one through oneDNN where that is quicker. Only for matrices inside the network;
+models, or one by one in compiled code where that is quicker. Only for matrices inside the network;
 embeddings, heads, norms and biases take Adam.
 """
 
@@ -23,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.optim import Optimizer
 
-from clearhead.layers.products import product
+from clearhead.fast.products import fit_lines, lines, product
 from clearhead.training.sharded import shared_like, whole
 
 LEAST = 2**15  # numbers of a matrix; smaller ones go through the products together
@@ -31,14 +31,14 @@ A, B, C = 3.4445, -4.7750, 2.0315  # chosen for slope at 0; singular values end 
 
 
 def orthogonal(
-    x: Float[Tensor, "n r c"], steps: int = 5, onednn: bool = False
+    x: Float[Tensor, "n r c"], steps: int = 5, compiled: bool = False
 ) -> Float[Tensor, "n r c"]:
     """A batch of matrices with all singular values near 1; their own singular vectors stay."""
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)  # the largest is now below 1
     tall = x.shape[1] > x.shape[2]
     if tall:  # the product X X^T is cheaper from the short side
         x = x.mT
-    if onednn and x[0].numel() >= LEAST and x.dtype == torch.float32:
+    if compiled and fit_lines(x[0]) and x[0].numel() >= LEAST:
         x = torch.stack([_orthogonal_one(matrix, steps) for matrix in x.contiguous()])
     else:
         for _ in range(steps):
@@ -48,11 +48,11 @@ def orthogonal(
 
 
 def _orthogonal_one(x: Float[Tensor, "r c"], steps: int) -> Float[Tensor, "r c"]:
-    """The same iteration for one matrix, by oneDNN's product."""
+    """The same iteration for one matrix, in compiled code."""
     for _ in range(steps):
         a = product(x, x)
         inner = torch.add(B * a, product(a, a), alpha=C)  # a is symmetric
-        x = torch.add(product(inner, x.t()), x, alpha=A)
+        x = torch.add(lines(inner, x), x, alpha=A)
     return x
 
 
@@ -65,9 +65,9 @@ class Muon(Optimizer):
         lr: float = 0.02,
         momentum: float = 0.95,
         weight_decay: float = 0.0,
-        onednn: bool = False,
+        compiled: bool = False,
     ) -> None:
-        self.onednn = onednn
+        self.compiled = compiled
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -91,7 +91,7 @@ class Muon(Optimizer):
         ahead = torch._foreach_add(grads, momenta, alpha=mu)  # Nesterov: where it is going
         # A matrix that is shared out among processes is turned as a whole, in each of them.
         stacked = torch.stack([whole(matrix) for matrix in ahead])
-        whole_ones = orthogonal(stacked, onednn=self.onednn).unbind(0)
+        whole_ones = orthogonal(stacked, compiled=self.compiled).unbind(0)
         turned = [shared_like(t, p) for t, p in zip(whole_ones, parameters, strict=True)]
         if group["weight_decay"]:
             torch._foreach_mul_(parameters, 1.0 - lr * group["weight_decay"])

@@ -95,7 +95,9 @@ def freeze(net: nn.Module, patterns: tuple[str, ...]) -> list[str]:
     return frozen
 
 
-def build_optimisers(net: nn.Module, config: OptimConfig, onednn: bool = False) -> list[Optimizer]:
+def build_optimisers(
+    net: nn.Module, config: OptimConfig, compiled: bool = False
+) -> list[Optimizer]:
     """One optimiser, or two for Muon; each group knows its base rate (`base_lr`)."""
     groups: dict[tuple[bool, bool, float], list[Tensor]] = {}
     for name, parameter in net.named_parameters():
@@ -105,7 +107,10 @@ def build_optimisers(net: nn.Module, config: OptimConfig, onednn: bool = False) 
             groups.setdefault(key, []).append(parameter)
     plain = [_group(config, *key, found) for key, found in groups.items() if not key[0]]
     turned = [_group(config, *key, found) for key, found in groups.items() if key[0]]
-    return [*_adam(config, plain), *([Muon(turned, config.lr, onednn=onednn)] if turned else [])]
+    return [
+        *_adam(config, plain),
+        *([Muon(turned, config.lr, compiled=compiled)] if turned else []),
+    ]
 
 
 def _group(

@@ -130,8 +130,9 @@ class MachineConfig(Spec, kind="machine"):
     """auto, cpu, cuda, mps."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """The type of products (the weights stay fp32)."""
-    products: Literal["auto", "torch", "onednn"] = "auto"
-    """Who multiplies matrices in fp32 on a CPU: PyTorch's choice, or oneDNN; auto: the quicker."""
+    products: Literal["auto", "torch", "compiled"] = "auto"
+    """How matrices are multiplied in fp32 on a CPU: by PyTorch, or by code that Clearhead compiles
+    for the processor; auto: the quicker."""
     compile: bool | None = None
     """Whether torch.compile makes kernels for this model first; None: where that pays."""
     recompute: bool = False

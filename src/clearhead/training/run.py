@@ -17,6 +17,7 @@ import torch
 import yaml
 
 from clearhead.errors import ClearheadError, did_you_mean, require
+from clearhead.fast.compile import available
 from clearhead.measure.hardware import read_processor
 from clearhead.recipes import recipe_names, recipe_text
 from clearhead.training.average import LastConfig
@@ -129,14 +130,15 @@ def open_run(
 def settle_arithmetic(job: Job, device: torch.device, world: World, resume: bool = False) -> Job:
     """The job with its arithmetic decided, in all processes as in the first."""
     train, machine = job.recipe.train, job.recipe.train.machine
-    if resume and machine.products == "auto":  # begun before there was a choice
+    lost = machine.products == "compiled" and not available()  # begun on another machine
+    if resume and (machine.products == "auto" or lost):  # or before there was a choice
         machine = dataclasses.replace(machine, products="torch", compile=bool(machine.compile))
     if world.first:
         machine = settle_machine(machine, device, job.model.net)
-    onednn = world.told(int(machine.products == "onednn"))
-    compiled = world.told(int(bool(machine.compile)))
+    own = world.told(int(machine.products == "compiled"))
+    first = world.told(int(bool(machine.compile)))
     machine = dataclasses.replace(
-        machine, products="onednn" if onednn else "torch", compile=bool(compiled)
+        machine, products="compiled" if own else "torch", compile=bool(first)
     )
     recipe = dataclasses.replace(job.recipe, train=dataclasses.replace(train, machine=machine))
     return dataclasses.replace(job, recipe=recipe)
