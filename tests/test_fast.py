@@ -29,7 +29,7 @@ from clearhead.fast.formats import (
     stored_as,
     unpack,
 )
-from clearhead.fast.linear import MOST, FastEmbedding, FastLinear
+from clearhead.fast.linear import FastEmbedding, FastLinear
 from clearhead.fast.rounding import draw_text, round_to_int4
 from clearhead.fast.words import Shape
 from clearhead.models.base import EncoderDecoder
@@ -113,7 +113,7 @@ def test_int4_finds_a_better_range_than_the_widest():
 def test_a_compiled_product_is_its_slow_twin(form, n, k):
     fast = layer(form, n, k)
     assert fast.here
-    for rows in (*range(1, 10), 13, MANY, MANY + 1, 145, 300, MOST):
+    for rows in (*range(1, 10), 13, MANY, MANY + 1, 145, 300, 1000):
         x = torch.randn(rows, k)
         expected = fast.plain(x)
         scale = float(expected.abs().max())

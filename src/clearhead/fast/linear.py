@@ -1,8 +1,8 @@
 """Linear layers and token tables whose weights are packed, for running and not for training.
 
 Few rows (a step of decoding: one a sequence or beam) are bound by memory, many (a prompt, a batch
-of texts) by arithmetic; the compiled product has a form for each. Very many, and other types and
-devices, go through torch's, on weights that are unpacked a block at a time.
+of texts) by arithmetic; the compiled product has a form for each. Other types and devices go
+through torch's, on weights that are unpacked a block at a time.
 """
 
 from __future__ import annotations
@@ -29,9 +29,6 @@ from clearhead.fast.formats import (
     unpack,
 )
 
-# Rows of x that the compiled product takes: of whole numbers any; of others up to where torch's
-# product, on large tiles, was as quick or quicker.
-ANY, MOST = 2**31, 512
 BLOCK = 2**23  # weights that are unpacked at a time for many rows
 SMALL = 2**16  # multiplications that one thread does sooner than two agree about them
 NO_GRADIENTS = (
@@ -62,7 +59,6 @@ class FastLinear(nn.Module):
             bias = nn.Parameter(bias, requires_grad=False)
         self.bias = bias
         self.compilable = compiled.available() and in_features % GROUP == 0 and scales.shape[0] >= 4
-        self.most = ANY if form == "int8" else MOST
         self.train(False)
         self.refresh()
 
@@ -95,8 +91,8 @@ class FastLinear(nn.Module):
         k, n = self.in_features, self.out_features
         rows = x.numel() // k
         if (
-            not 0 < rows <= self.most
-            or not self.here
+            not self.here
+            or rows == 0
             or x.dtype != torch.float32
             or x.shape[-1] != k
             or not x.is_cpu
@@ -117,7 +113,7 @@ class FastLinear(nn.Module):
         return out
 
     def many(self, x: Float[Tensor, "*b k"]) -> Float[Tensor, "*b n"]:
-        """The same through torch's product: for many rows, other devices and other types."""
+        """The same through torch's product: for other devices and other types."""
         require(not (x.requires_grad and torch.is_grad_enabled()), NO_GRADIENTS)
         if self.form == "fp32":
             return F.linear(x, self.weight, self.bias)

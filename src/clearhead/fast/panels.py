@@ -11,7 +11,7 @@ some dozens of rows of x, while the memory fetches the next one. To lay them so 
 would be 5 % quicker, and take their memory again.
 
 Differs from a library's product: a row of x goes through the same additions however many rows there
-are, from `formats.MANY` on (a single layer takes torch's product from `linear.MOST` on).
+are, from `formats.MANY` on.
 """
 
 from __future__ import annotations
