@@ -176,7 +176,7 @@ def test_steps_for_other_processors_are_right_too(lanes):
         features=llvm.get_host_cpu_features().flatten(), opt=2
     )
     code = compiled.compiled_code("steps", Shape(lanes, 3, 2), machine)
-    steps = compiled.steps_of(code)
+    steps = compiled.functions("steps", code)
     q, k, v = heads(2, 3, 1, 48), heads(2, 3, 10, 48), heads(2, 3, 10, 48)
     out, one = torch.empty(2, 1, 3, 48), 0x3F800000  # the bits of 1.0
     seen = (ctypes.c_int64 * 2)(10, 7)  # the second row sees fewer

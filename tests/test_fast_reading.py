@@ -279,7 +279,7 @@ def attending():
             )
             tile = {4: 3, 8: 6, 16: 12}[lanes]
             code = compiled.compiled_code("steps", Shape(lanes, 3, 2, tile=tile), machine)
-            made[lanes] = compiled.steps_of(code)
+            made[lanes] = compiled.functions("steps", code)
         return made[lanes]["sequences"]
 
     return of

@@ -93,7 +93,7 @@ def test_a_network_is_the_same_with_them():
     use_compiled(twin)
     assert all(type(b) is type(a) for a, b in zip(net.modules(), twin.modules(), strict=True))
     swapped = [m for m in twin.modules() if "forward" in vars(m)]
-    assert len(swapped) == 2 * 6  # the head has 50 x 128 weights: too few
+    assert len(swapped) == 2 * 7  # attention, too; the head has 50 x 128 weights: too few
     ids = torch.randint(50, (3, 20))
     for model in (net, twin):
         F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
@@ -129,20 +129,26 @@ def test_muon_turns_matrices_alike(shape):
     torch.testing.assert_close(orthogonal(x, compiled=True), orthogonal(x), rtol=1e-4, atol=1e-5)
 
 
+def functions_for(lanes):
+    """Those for this processor, or for one with such vectors."""
+    if lanes is None:
+        return compiled.learning()
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        features=llvm.get_host_cpu_features().flatten(), opt=2
+    )
+    code = compiled.compiled_code("learning", Shape(lanes, 3, 2), machine)
+    return compiled.functions("learning", code)
+
+
 @pytest.mark.parametrize(("lanes", "threads"), [(None, 1), (None, 3), (4, 1), (8, 2)])
 def test_sums_of_lines(lanes, threads):
-    steps = compiled.steps()
-    if lanes is not None:  # as for other processors
-        machine = llvm.Target.from_default_triple().create_target_machine(
-            features=llvm.get_host_cpu_features().flatten(), opt=2
-        )
-        steps = compiled.steps_of(compiled.compiled_code("steps", Shape(lanes, 3, 2), machine))
+    learning = functions_for(lanes)
     for rows, depth, width in ((1, 1, 16), (13, 300, 48), (50, 256, 400), (25, 7, 784)):
         b = torch.randn(depth, width)
         for a in (torch.randn(rows, depth), torch.randn(depth, rows).t()):
             out = torch.full((rows, width), torch.nan)
             ends = *(4 * step for step in a.stride()), out.data_ptr(), depth, rows, width
-            steps["lines"](a.data_ptr(), b.data_ptr(), *ends, threads, 0)
+            learning["lines"](a.data_ptr(), b.data_ptr(), *ends, threads, 0)
             torch.testing.assert_close(out, a @ b, rtol=1e-5, atol=1e-4)
 
 

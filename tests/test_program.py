@@ -398,7 +398,9 @@ def test_small_operations(lanes, threads):
         machine = llvm.Target.from_default_triple().create_target_machine(
             features=llvm.get_host_cpu_features().flatten(), opt=2
         )
-        steps = compiled.steps_of(compiled.compiled_code("steps", Shape(lanes, 3, 2), machine))
+        steps = compiled.functions(
+            "steps", compiled.compiled_code("steps", Shape(lanes, 3, 2), machine)
+        )
 
     def call(name, *given):
         given = [g.data_ptr() if isinstance(g, torch.Tensor) else g for g in given]

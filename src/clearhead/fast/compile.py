@@ -37,6 +37,14 @@ FACTS = (
     *("lies", "lies_row", "lies_key"),
     *("q_row", "q_head", "q_query", "k_row", "k_head", "k_key", "scale"),
 )
+# What attention that learns is told, each in 8 bytes: sizes; where the numbers of queries and of
+# keys of each sequence stand, and the largest score and 1 / the sum of each query; where each
+# tensor is, and the bytes from a sequence, a head and a token of it to the next.
+TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+HEAD_FACTS = (
+    *("heads", "d", "queries", "keys", "causal", "scale", "asking", "seen", "tops", "shares"),
+    *(f"{name}{what}" for name in TENSORS for what in ("", "_row", "_head", "_token")),
+)
 FORK, WHO, TEAM = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"  # of torch's OpenMP
 OLDEST = (0, 46)  # of llvmlite; before, addresses had types
 _listeners: list[Callable[[str], None]] = []
@@ -90,7 +98,13 @@ def product(form: str) -> Product:
 @functools.cache
 def steps() -> dict[str, Any]:
     """Name -> the compiled function, of those that `steps.write_module` writes."""
-    return steps_of(_code_of("steps"))
+    return functions("steps", _code_of("steps"))
+
+
+@functools.cache
+def learning() -> dict[str, Any]:
+    """Name -> the compiled function, of those that `learning.write_module` writes."""
+    return functions("learning", _code_of("learning"))
 
 
 def _code_of(name: str) -> bytes:
@@ -129,20 +143,20 @@ def loaded(form: str, code: bytes) -> Product:
     return Product(ten(run), ten(several), five(unpack) if unpack else None, engine)
 
 
-def steps_of(code: bytes) -> dict[str, Any]:
-    """The functions of the steps in compiled code; they take ten whole numbers each."""
-    return _Steps(_engine(code))
+def functions(module: str, code: bytes) -> dict[str, Any]:
+    """Those of a module in compiled code; they take ten whole numbers each."""
+    return _Functions(module, _engine(code))
 
 
-class _Steps(dict[str, Any]):
+class _Functions(dict[str, Any]):
     """Functions, each looked up when it is first asked for."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, module: str, engine: Any) -> None:
         super().__init__()
-        self.engine = engine
+        self.module, self.engine = module, engine
 
     def __missing__(self, name: str) -> Any:
-        address = self.engine.get_function_address(f"steps_{name}")
+        address = self.engine.get_function_address(f"{self.module}_{name}")
         if not address:
             raise KeyError(name)
         self[name] = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * ARGUMENTS)(address)
@@ -163,11 +177,11 @@ def _engine(code: bytes) -> Any:
 
 
 def _text(form: str, shape: Any) -> str:
-    """LLVM's text for a format, or for the steps."""
-    from clearhead.fast import emit, integers, steps
+    """LLVM's text for a format, for the steps or for what learns."""
+    from clearhead.fast import emit, integers, learning, steps
 
-    if form == "steps":
-        return steps.write_module(form, shape)
+    if form in ("steps", "learning"):
+        return {"steps": steps, "learning": learning}[form].write_module(form, shape)
     if form != "int8":
         return emit.write_module(form, shape)
     narrow = replace(shape, lanes=8) if shape.dot == "sign" else shape  # as AVX2 has it
@@ -192,7 +206,8 @@ def _kept(path: Path, form: str, shape: Any, machine: Any) -> bytes:
         code = path.read_bytes()
         if hashlib.sha256(code[:-32]).digest() == code[-32:]:  # whole
             return code[:-32]
-    what = "the steps between products" if form == "steps" else f"the {form} product"
+    others = {"steps": "the steps between products", "learning": "the products of training"}
+    what = others.get(form, f"the {form} product")
     tell(f"compiling {what} for this processor, once")
     code = compiled_code(form, shape, machine)
     if _sources() != BEGUN:  # an upgrade or an edit meanwhile: who knows what wrote this

@@ -23,6 +23,7 @@ start, against 0.1 to 0.3 for LLVM alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -46,6 +47,8 @@ from clearhead.fast.words import (
     Shape,
 )
 
+# name -> how much a thread takes at a time at least, and what it does from `first` to before `last`
+Parts = dict[str, tuple[int, Callable[[Function], None]]]
 PART = 1024  # weights of a row that are worked on at a time, where there are many rows of x
 AHEAD = 2  # strips
 
@@ -335,6 +338,20 @@ def _part(f: Function) -> tuple[list[Any], Any, Any]:
 def _share(f: Function, count: Any, number: Any, threads: Any) -> list[Any]:
     """From where to where a thread goes."""
     return [f.b.sdiv(f.times(count, f.add(number, i)), threads) for i in (0, 1)]
+
+
+def write_parts(module: ir.Module, shape: Shape, parts: Parts) -> None:
+    """Functions that are shared out among threads: <module>_<name>(10 numbers), of which the
+    seventh says how much there is to do, and the ninth how many threads do it.
+    """
+    for name, (unit, body) in parts.items():
+        own = f"{module.name}_{name}"
+        part = Function(module, f"{own}_part", 10, shape, "fp32")
+        part.write(body)
+        worker = Function(module, f"{own}_worker", 1, shape, "fp32")
+        worker.write(partial(write_worker, strips=part.function, unit=unit))
+        whole = Function(module, own, 10, shape, "fp32")
+        whole.write(partial(write_product, strips=part.function, worker=worker.function, unit=unit))
 
 
 def _unpack_all(f: Function) -> None:

@@ -20,7 +20,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from clearhead.attention.softmax import Softmax
 from clearhead.fast import compile as compiled
+from clearhead.fast.attending import attend
 from clearhead.fast.formats import GROUP
 
 LEAST = 2**14  # weights of a layer; with fewer the call takes longer than the product
@@ -89,7 +91,7 @@ def lines(a: Float[Tensor, "n d"], b: Float[Tensor, "d k"]) -> Float[Tensor, "n 
     out = b.new_empty(n, k)
     ends = out.data_ptr(), depth, n, k, _threads(n * depth * k), 0
     steps = 4 * a.stride(0), 4 * a.stride(1)
-    compiled.steps()["lines"](a.data_ptr(), b.data_ptr(), *steps, *ends)
+    compiled.learning()["lines"](a.data_ptr(), b.data_ptr(), *steps, *ends)
     return out
 
 
@@ -98,9 +100,14 @@ def _threads(multiplications: int) -> int:
 
 
 def use_compiled(net: nn.Module) -> None:
-    """Let all larger plain layers of a network multiply so; they stay what and where they are."""
+    """Let all larger plain layers of a network multiply so, and its attention; they stay what and
+    where they are.
+    """
     for layer in _large(net):
         layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
+    for kernel in net.modules():
+        if type(kernel) is Softmax:
+            kernel.forward = partial(attend, kernel)  # type: ignore[method-assign]
 
 
 def any_large(net: nn.Module) -> bool:

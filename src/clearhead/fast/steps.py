@@ -8,7 +8,6 @@ queries; its tanh takes five times as long as it must.
     gelu, relu                      for `calls`; elsewhere PyTorch's own are as quick
     sequences                       attention within whole sequences: see the file of that name
     peaks                           the largest of a row and of its parts, and its sum of exp
-    lines                           products of a layer that learns: see the file of that name
     run_each                        several lists of calls at once, a thread each
 
 The slow twins are `Kernel.forward` and `ACTIVATIONS`.
@@ -17,7 +16,6 @@ The slow twins are `Kernel.forward` and `ACTIVATIONS`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,7 +24,6 @@ from llvmlite import ir
 from clearhead.fast import emit, rows
 from clearhead.fast.bends import BENDS, CHUNK, exponents, pointwise, write_peaks
 from clearhead.fast.compile import FACTS
-from clearhead.fast.lines import write_lines
 from clearhead.fast.sequences import write_sequences
 from clearhead.fast.words import F32, I64, LINE, Function, Shape
 
@@ -40,30 +37,20 @@ def write_module(name: str, shape: Shape) -> str:
     <name>_sequences(q, k, v, out, facts, starts, sequences * heads, 0, threads, 0)
     <name>_silu(x, 0, 0, 0, out, 0, count, 0, threads, 0)
     <name>_peaks(x, tops, 0, 0, sums, width, rows, part, threads, 0)
-    <name>_lines(a, b, row, step, out, depth, rows, width, threads, 0)
     <name>_run_each(lists, 0, 0, 0, 0, 0, count, 0, threads, 0)
     and those of `rows`, whose arguments stand there
     """
     module = ir.Module(name)
-    parts: dict[str, tuple[int, Callable[[Function], None]]] = {
+    parts: emit.Parts = {
         "attend": (1, _attend),
         "sequences": (1, write_sequences),
         "run_each": (1, rows.run_each),
         "peaks": (1, write_peaks),
-        "lines": (shape.tile, write_lines),
         **rows.BODIES,
     }
     for own, bend in BENDS.items():
         parts[own] = CHUNK, partial(pointwise, function=bend)
-    for own, (unit, body) in parts.items():
-        part = Function(module, f"{name}_{own}_part", 10, shape, "fp32")
-        part.write(body)
-        worker = Function(module, f"{name}_{own}_worker", 1, shape, "fp32")
-        worker.write(partial(emit.write_worker, strips=part.function, unit=unit))
-        whole = Function(module, f"{name}_{own}", 10, shape, "fp32")
-        whole.write(
-            partial(emit.write_product, strips=part.function, worker=worker.function, unit=unit)
-        )
+    emit.write_parts(module, shape, parts)
     Function(module, f"{name}_run", rows.ARGUMENTS, shape, "fp32").write(rows.run)
     return str(module)
 

@@ -59,6 +59,8 @@ def _orthogonal_one(x: Float[Tensor, "r c"], steps: int) -> Float[Tensor, "r c"]
 class Muon(Optimizer):
     """Muon for the matrices it is given."""
 
+    compiled = False  # also of a copy, which has nothing but what torch knows of optimisers
+
     def __init__(
         self,
         params: Iterable[Any],
