@@ -7,6 +7,7 @@ import http.client
 import os
 import sys
 import types
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -58,9 +59,29 @@ def test_a_text_is_split_by_characters_as_nanogpt_does(tmp_path, monkeypatch, le
 
 def test_records_are_split_by_count(table):
     corpus = open_corpus(table, split=0.2)
-    assert [r["text"] for r in corpus.records("train")] == [f"t{n}" for n in range(20)]
-    assert [r["text"] for r in corpus.records("valid")] == [f"t{n}" for n in range(20, 25)]
+    train, valid = ([r["text"] for r in corpus.records(s)] for s in ("train", "valid"))
+    assert (len(train), len(valid)) == (20, 5)
+    assert {*train, *valid} == {f"t{n}" for n in range(25)}
     assert open_corpus(table, split=0).splits == ("train",)
+
+
+@pytest.mark.parametrize(("total", "split"), [(2, 0.1), (25, 0.1), (100, 0.25), (97, 0.5)])
+def test_records_that_validate_come_from_everywhere(tmp_path, total, split):
+    """A table that is sorted by its labels is split all the same."""
+    path = tmp_path / "sorted.csv"
+    path.write_text("text,label\n" + "".join(f"t{i},{i * 4 // total}\n" for i in range(total)))
+    corpus = open_corpus(path, split=split)
+    train, valid = ([r["text"] for r in corpus.records(s)] for s in ("train", "valid"))
+    assert (len(train), len(valid)) == (corpus.count("train"), corpus.count("valid"))
+    assert len(valid) == total - int(total * (1 - split))
+    assert sorted(train + valid) == sorted(f"t{i}" for i in range(total))
+    assert [r["text"] for r in corpus.records("valid")] == valid  # read again
+    assert [r["text"] for r in open_corpus(path, split=split).records("valid")] == valid
+    numbers = [int(text[1:]) for text in valid]
+    assert numbers == sorted(numbers)
+    if total > 20:
+        assert {number * 4 // total for number in numbers} >= {0, 3}
+        assert len({b - a for a, b in pairwise(numbers)}) > 1  # not every tenth, say
 
 
 def test_files_that_validate_and_test(tmp_path, table):

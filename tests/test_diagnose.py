@@ -715,3 +715,16 @@ def test_live_diagnosis_changes_no_bit(text, monkeypatch):
     without = final(made)
     assert with_it[0] == without[0]
     assert all(torch.equal(a, b) for a, b in zip(with_it[1], without[1], strict=True))
+
+
+def test_what_is_learnt_by_heart_is_not_told_to_train_longer():
+    losses = [{"step": i, "loss": 4.0 * math.exp(-i / 12)} for i in range(1, 201)]
+    (learnt,) = check_curve(losses)
+    assert learnt.level == "good"
+    assert "learnt" in learnt.text
+    falling = [{"step": i, "loss": 4.0 - i / 100} for i in range(1, 201)]
+    assert "Train longer" in check_curve(falling)[0].suggestion
+    valid = [{"step": 100, "valid": {"loss": 0.001}}, {"step": 200, "valid": {"loss": 5.0}}]
+    (found,) = check_curve([*falling, *valid])
+    assert "does not help" in found.suggestion
+    assert "many times as much" in check_fit(valid)[0].text

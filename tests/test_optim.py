@@ -157,6 +157,17 @@ def test_orthogonal_brings_singular_values_near_one_and_keeps_the_vectors(shape)
     assert off.abs().max() < 1e-4
 
 
+def test_a_copy_of_muon_steps_too():
+    """torch copies of an optimiser what it knows of, and no more; `diagnose` steps with a copy."""
+    matrix = nn.Parameter(torch.randn(8, 4))
+    matrix.grad = torch.randn(8, 4)
+    own, other = copy.deepcopy((matrix, Muon([matrix], compiled=True)))
+    own.grad = matrix.grad.clone()
+    before = own.detach().clone()
+    other.step()
+    assert not own.equal(before)
+
+
 def test_muon_equals_pytorchs_up_to_its_bfloat16():
     """torch.optim.Muon orthogonalises in bfloat16; everything else is the same formula."""
     start = [torch.randn(8, 4), torch.randn(8, 4), torch.randn(4, 8)]

@@ -150,6 +150,21 @@ def test_a_recipe_is_guessed_from_a_file(tmp_path: Path, name, content, kind):
     assert recipe.name == name[0]
 
 
+def test_too_little_text_is_refused(tmp_path: Path):
+    path = tmp_path / "one.txt"
+    path.write_text("hello world\n")
+    with pytest.raises(ClearheadError, match=r"one.txt has \d+ characters to learn from.*200"):
+        read_recipe(str(path))
+
+
+def test_a_context_that_was_asked_for_is_not_shortened(tmp_path: Path):
+    path = tmp_path / "short.txt"
+    path.write_text("the cat sat on the mat\n" * 40)
+    assert (read_recipe(str(path)).data.length or 0) < 128
+    asked = read_recipe(str(path), {"model.max_len": 4096})
+    assert asked.data.length is None  # as long as the model, for which the text is too short
+
+
 def test_masked_text_is_batched_by_tokens_as_the_guess_says(tmp_path: Path):
     (tmp_path / "a.txt").write_text("To be, or not to be, that is the question.\n" * 400)
     changes = {"data.objective": "masked", "train.steps": 2, "tokenizer": "characters"}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import json
+import math
 import os
 import re
 import signal
@@ -28,7 +30,7 @@ from clearhead.recipes import recipe_header, recipe_names
 from clearhead.training import budget, checkpoint, room, track
 from clearhead.training.budget import Speed, decide, fit_budget
 from clearhead.training.columns import guess_objective
-from clearhead.training.curves import draw_curves, read_figures, smoothed
+from clearhead.training.curves import _limit, draw_curves, read_figures, smoothed
 from clearhead.training.folder import RunFolder
 from clearhead.training.job import prepare
 from clearhead.training.run import open_run, read_recipe
@@ -355,7 +357,7 @@ def bad(home: Path, case: str) -> list[str]:
     ("case", "words", "said"),
     [
         ("empty", [], "empty"),
-        ("one line", [], "text"),
+        ("one line", [], "characters to learn from"),
         ("binary", [], "bad.txt"),
         ("key", ["--set", "optim.learning=1"], "learning"),
         ("key", ["--set", "lr=1"], "Did you mean optim.lr?"),
@@ -566,6 +568,40 @@ def test_minutes_are_decided_once(home, capsys, monkeypatch):
 
 
 # --- curves and trackers ---
+
+
+def test_curves_show_every_validation_but_the_first():
+    class Axes:
+        def set_ylim(self, low, high):
+            self.low, self.high = low, high
+
+    axes, losses = Axes(), [9.0] + [0.5] * 100
+    _limit(axes, losses, [8.0, 3.0, math.nan, 0.4])
+    assert 3.0 < axes.high < 4.0
+    assert 0.2 < axes.low < 0.4
+
+
+def test_a_reader_who_leaves_does_not_stop_a_run(home, monkeypatch):
+    closed = []
+    monkeypatch.setattr(os, "dup2", lambda *given: closed.append(given))
+
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+        def fileno(self):
+            return 1
+
+    monkeypatch.setattr(sys, "stdout", Gone())
+    assert cli("train", "tiny.yaml") == 0
+    assert closed
+    assert Path("runs/tiny/model/model.safetensors").is_file()
+
+
+def test_more_threads_than_cores_are_refused(home, capsys):
+    assert cli("train", "tiny.yaml", "--set", "train.machine.threads=4096") == 2
+    assert "can run at a time here" in capsys.readouterr().err
+    assert not Path("runs/tiny").exists()
 
 
 def test_curves_are_a_picture(home):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -44,11 +45,19 @@ USES = {
 }
 
 
+class _Console(Console):
+    """One that falls silent when its reader has left (`| head`): a run goes on."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class Talk:
     """Prints; a process that is not the first of several is quiet."""
 
     def __init__(self, quiet: bool = False) -> None:
-        self.console = Console(highlight=False, markup=False, emoji=False, quiet=quiet)
+        self.console = _Console(highlight=False, markup=False, emoji=False, quiet=quiet)
         self._quiet = quiet
         self._bar: Progress | None = None
         self._task = TaskID(0)

@@ -1,7 +1,7 @@
 """A corpus: where training data comes from, cut into what trains, what validates and what tests.
 
     open_corpus("my.txt")                       the first 90 % of its characters train
-    open_corpus("reviews.csv", split=0.2)       the last fifth of its records validates
+    open_corpus("reviews.csv", split=0.2)       a fifth of its records, from everywhere, validates
     open_corpus("train.en,train.de", valid="val.en,val.de")
     open_corpus("multi30k")                     a named set has its own splits
     open_corpus("sort:longest=12")              made data: training has no end
@@ -28,6 +28,7 @@ from clearhead.data.made import Maker
 from clearhead.data.named import is_named, named_sets, open_maker, open_named
 from clearhead.data.readers import (
     Record,
+    Rows,
     Stream,
     beside,
     fingerprint_of,
@@ -120,8 +121,9 @@ def open_corpus(
 ) -> Corpus:
     """The corpus that a file, a folder, a pattern, parallel files or a name stands for.
 
-    Without `valid`, and unless a named set has a split of its own, the last `split` part validates:
-    of texts by characters (over all files together), of records by count; 0 holds nothing out.
+    Without `valid`, and unless a named set has a split of its own, a `split` part validates: of
+    texts the last characters (over all files together), of records some from everywhere; 0 holds
+    nothing out.
     `limit` keeps only the first so many training records, or characters of running text.
     """
     require(0 <= split < 1, f"split is {split}: it is the part that validates, from 0 to below 1.")
@@ -136,7 +138,7 @@ def open_corpus(
             require(
                 parts[called].fingerprint != parts["train"].fingerprint,
                 f"{called} is what trains, {name}: a score on it would say nothing. Name other "
-                "data, or none: then the last part validates.",
+                "data, or none: then a part of it validates.",
             )
     if "valid" not in parts and split > 0:
         parts["train"], parts["valid"] = cut(parts["train"], split, name)
@@ -147,7 +149,7 @@ def open_corpus(
 
 
 def cut(stream: Stream, split: float, name: str) -> tuple[Stream, Stream]:
-    """All but the last `split` part, and that part."""
+    """All but a part, and that: of running text the last, of records some from everywhere."""
     total = stream.count or 0
     border = int(total * (1 - split))
     require(
@@ -155,6 +157,8 @@ def cut(stream: Stream, split: float, name: str) -> tuple[Stream, Stream]:
         f"{name} has {total} {stream.unit if total != 1 else stream.unit[:-1]}: too few to hold "
         f"{split:.0%} of them out. Name a file that validates, or set split to 0.",
     )
+    if isinstance(stream, Rows):
+        return stream.spread(total - border)
     return stream.part(0, border), stream.part(border, total)
 
 

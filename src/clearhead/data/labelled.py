@@ -228,7 +228,8 @@ def label_number(value: Any, labels: tuple[str, ...], where: str) -> int:
     if number is None:
         shown = ", ".join(labels[:12]) + (", ..." if len(labels) > 12 else "")
         raise ClearheadError(
-            f'{where}: the label "{name}" does not occur in the training data.'
+            f'{where} of what validates or tests: its label "{name}" does not occur in the '
+            "training data."
             f"{did_you_mean(name, labels)} Labels: {shown}."
         )
     return number

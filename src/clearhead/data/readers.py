@@ -21,6 +21,7 @@ from itertools import islice, zip_longest
 from typing import Any, ClassVar
 
 from clearhead.data.files import File
+from clearhead.data.holdout import mark
 from clearhead.data.tables import READERS, Record, read_tables
 from clearhead.errors import ClearheadError, require
 
@@ -113,10 +114,38 @@ class Rows(Stream):
             fingerprint=fingerprint_of(self.fingerprint, start, stop),
         )
 
+    def spread(self, count: int) -> tuple[Rows, Rows]:
+        """All but so many records, and these: one of every stretch, chosen by chance but for ever,
+        so that a table that is sorted does not matter.
+        """
+        total = self.count or 0
+        parts = []
+        for held, size in ((False, total - count), (True, count)):
+            read = functools.partial(_spread, self, count, held)
+            mark = fingerprint_of(self.fingerprint, "spread", count, held)
+            parts.append(
+                dataclasses.replace(self, read=read, start=0, count=size, fingerprint=mark)
+            )
+        return parts[0], parts[1]
+
     def lacks(self, column: str) -> str:
         if column in self.gaps:
             return f"lacks in record {self.gaps[column]} the"
         return super().lacks(column)
+
+
+def _spread(rows: Rows, count: int, held: bool) -> Iterator[Record]:
+    """The records that are held out, or the others."""
+    total = rows.count or 0
+    stretches = (range(i * total // count, (i + 1) * total // count) for i in range(count))
+    chosen = (part[mark(str(i)) % len(part)] for i, part in enumerate(stretches))
+    following = next(chosen, total)
+    for number, record in enumerate(rows):
+        mine = number == following
+        if mine:
+            following = next(chosen, total)
+        if mine == held:
+            yield record
 
 
 def open_texts(files: Sequence[File]) -> Texts:

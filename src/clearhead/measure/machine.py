@@ -306,7 +306,7 @@ def data_problems(data: DataFolder) -> list[Problem]:
     """A data folder that is not named, not there or empty."""
     mend = f"export {DATA_VARIABLE}=/path/to/data, a folder with a sub-folder for each set"
     if data.path is None:
-        what = f"{DATA_VARIABLE} is not set: recipes that name a data set will not find it."
+        what = f"{DATA_VARIABLE} is not set: recipes that name a data set must download it."
         return [Problem(what, mend)]
     if not Path(data.path).is_dir():
         return [Problem(f"{DATA_VARIABLE} names {data.path}, which is no folder.", mend)]

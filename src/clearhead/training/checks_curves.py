@@ -18,6 +18,8 @@ Lines = Sequence[Mapping[str, Any]]
 
 HISTORY, SETTLED = 50, 20  # steps a spike is compared with, and how many there must be
 SOME = 40  # steps below which a curve says nothing
+KNOWN = 0.001  # of the first loss: what is left of it when nothing is left to learn
+MANY = 10  # times more: the figure says nothing then
 
 
 def step_losses(lines: Lines) -> list[tuple[int, float]]:
@@ -121,9 +123,13 @@ def check_curve(lines: Lines) -> list[Finding]:
             "bad",
         )
         mend = "Try optim.lr ten times higher and ten times lower; look at labels and gradients."
+    elif level_now < KNOWN * start:
+        text, level, mend = f"The training data are learnt: loss {level_now:.2g}.", "good", ""
     elif sure:
         text, level = f"The training loss is still falling: {shown}.", "note"
         mend = "Train longer (train.steps, train.minutes): there is more to learn."
+        if _rising(valid_losses(lines)):
+            mend = "The validation loss is not: longer alone does not help."
     else:
         text, level = f"The training loss has levelled off at {level_now:.3g}.", "good"
         mend = ""
@@ -153,6 +159,8 @@ def check_fit(lines: Lines, smoothing: float = 0.0) -> list[Finding]:
 
 
 def _rising(valid: list[tuple[int, float]]) -> list[Finding]:
+    if not valid:
+        return []
     step, best = min(valid, key=lambda pair: pair[1])
     last, now = valid[-1]
     rise = (now - best) / max(best, 1e-9)
@@ -161,7 +169,7 @@ def _rising(valid: list[tuple[int, float]]) -> list[Finding]:
     text = (
         f"Overfitting: the validation loss was best at step {step} ({best:.4g}) and is {now:.4g} "
     )
-    text += f"at step {last}, {rise:.1%} more."
+    text += f"at step {last}, {f'{rise:.1%} more' if rise < MANY else 'many times as much'}."
     mend = "Stop earlier (train.patience=5 keeps the best), raise dropout, or give more data."
     return [Finding("fit", "warning" if rise > 0.03 else "note", text, rise, mend)]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,17 +116,20 @@ def _losses(axes: Any, figures: Figures, name: str) -> None:
         )
     axes.set_title(name, loc="left", fontweight="bold", color=INK)
     axes.set_ylabel("loss")
-    _limit(axes, [*figures.losses, *figures.valid.values()])
+    _limit(axes, figures.losses, list(figures.valid.values()))
     if axes.lines:
         axes.legend(frameon=False, loc="upper right")
     _plain(axes)
 
 
-def _limit(axes: Any, values: list[float]) -> None:
-    """The first steps of a run are so high that nothing else could be seen: they leave the top."""
-    good = np.asarray([value for value in values if np.isfinite(value)])
+def _limit(axes: Any, losses: Sequence[float], valid: Sequence[float]) -> None:
+    """The first steps of a run are so high that nothing else could be seen: they leave the top.
+    What was validated stays, but for the first time.
+    """
+    good = np.asarray([value for value in (*losses, *valid) if np.isfinite(value)])
     if len(good) > 20:
-        low, high = good.min(), np.quantile(good, 0.98)
+        shown = [value for value in valid[1:] if np.isfinite(value)]
+        low, high = good.min(), max(np.quantile(good, 0.98), *shown, -np.inf)
         room = 0.06 * (high - low) or 0.1
         axes.set_ylim(low - room, high + room)
 

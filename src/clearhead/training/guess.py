@@ -9,6 +9,7 @@ from typing import Any
 from clearhead.data.corpus import Corpus, open_corpus
 from clearhead.data.labelled import Classification
 from clearhead.data.objectives import Objective, read_objective
+from clearhead.errors import require
 from clearhead.training.columns import guess_objective
 from clearhead.training.recipe import Recipe, merge
 from clearhead.training.tune import settle
@@ -16,6 +17,7 @@ from clearhead.training.tune import settle
 CHARACTERS = 5_000_000  # of text; longer ones are cut into pieces of words
 OFTEN = 500_000  # a text that is shorter is seen several times in that time
 MINUTES = 5.0
+LEAST = 200  # characters that train; there is nothing to learn from fewer
 
 MUON = {
     "name": "muon",
@@ -32,7 +34,7 @@ def guess_recipe(source: str, changes: Mapping[str, Any]) -> Recipe:
     corpus = open_corpus(source)
     chosen = _said(changes) or guess_objective(corpus)
     if chosen.shape == "decoder":
-        data = _language(corpus)
+        data = _language(corpus, "model.max_len" in changes)
     else:
         data = _reader() if chosen.shape == "encoder" else _pairs()
     data["data"] = {"source": source, "objective": chosen.to_dict(), **data["data"]}
@@ -49,14 +51,21 @@ def _said(changes: Mapping[str, Any]) -> Objective | None:
     return read_objective(table, "data.objective") if known else None
 
 
-def _language(corpus: Corpus) -> dict[str, Any]:
+def _language(corpus: Corpus, length_said: bool) -> dict[str, Any]:
     """A text: a decoder that writes on."""
     size = _characters(corpus)
+    require(
+        size >= LEAST,
+        f"{corpus.name} has {size:,} characters to learn from, which is too little for any model: "
+        f"give {LEAST:,} or more.",
+    )
     small = size <= CHARACTERS
     width, layers, context = (192, 4, 128) if small else (256, 6, 256)
     often = size < OFTEN  # the run will see it many times, and must not learn it by heart
     return {
-        "data": {"length": _context(size, context)} if size < 20 * context else {},
+        "data": {"length": _context(size, context)}
+        if size < 20 * context and not length_said
+        else {},
         "tokenizer": "characters" if small else {"kind": "bpe", "vocab_size": 8000},
         "model": {
             "family": "llama",

@@ -156,7 +156,8 @@ class Trainer:
         if self.deadline is None or number % LOOK != 0 or number >= steps:
             return []
         left = (self.deadline - self.seconds) * number / self.seconds
-        fits = number + max(round(left), number // 20, 1)  # what is left of the rate comes down
+        # Late rather than with a rate that falls off: a fifth of what was done brings it down.
+        fits = number + max(round(left), number // 5, 1)
         if fits > SLOW * steps:
             return []
         self.recipe = self.recipe.with_steps(fits)

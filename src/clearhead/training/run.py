@@ -188,9 +188,14 @@ def _check_weights(recipe: Recipe, folder: RunFolder | None) -> None:
 
 def _set_threads(recipe: Recipe) -> None:
     """As many as asked for, or as can run at a time: a container may grant less than it shows."""
-    threads = recipe.train.machine.threads
+    threads, usable = recipe.train.machine.threads, read_processor().usable
+    require(
+        threads is None or 1 <= threads <= usable,
+        f"train.machine.threads is {threads}, and {usable} can run at a time here: threads that "
+        "wait for each other are many times slower.",
+    )
     if threads is None and "OMP_NUM_THREADS" not in os.environ:
-        threads = min(torch.get_num_threads(), read_processor().usable)
+        threads = min(torch.get_num_threads(), usable)
     if threads is not None:
         torch.set_num_threads(threads)
 

@@ -167,6 +167,9 @@ def changed_settings(recipe: Recipe) -> list[str]:
     own, shipped = (dict(flat(r.to_dict())) for r in (recipe, read_recipe(recipe.name)))
     if own.get("eval.expect") != shipped.get("eval.expect"):
         return []  # somebody's own, which has that name by chance
-    aside = ASIDE if shipped["train.steps"] else (*ASIDE, "train.steps")  # which minutes became
-    keys = [key for key in {**shipped, **own} if not key.startswith(aside)]
-    return [key for key in keys if own.get(key) != shipped.get(key)]
+    # What minutes became; and a tokeniser that came with the model the run starts from.
+    timed = ("train.steps", "train.minutes", "optim.warmup") if shipped["train.minutes"] else ()
+    aside = (*ASIDE, *timed, *(("tokenizer",) if recipe.model.source else ()))
+    keys = [key for key in {**own, **shipped} if not key.startswith(aside)]
+    changed = [key for key in keys if own.get(key) != shipped.get(key)]
+    return sorted(changed, key=lambda key: key not in ("model.from", "train.steps"))
