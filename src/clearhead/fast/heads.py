@@ -22,7 +22,7 @@ from llvmlite import ir
 
 from clearhead.fast.bends import exp, larger, largest
 from clearhead.fast.compile import HEAD_FACTS, TENSORS
-from clearhead.fast.panels import SQUARE, VECTORS, multiplied, room, transposed
+from clearhead.fast.panels import VECTORS, multiplied, room, turn_tokens
 from clearhead.fast.words import F32, I32, I64, Function
 
 
@@ -101,7 +101,7 @@ def write_forward(f: Function) -> None:
     turned, scores = room(f, f.times(wide, d)), room(f, f.times(wide, f.shape.tile))
 
     def one(head: _Head, fact: dict[str, Any]) -> None:
-        _turn(f, head, "k", turned)
+        turn_tokens(f, (head.at["k"], head.token["k"]), head.keys, head.d, turned)
         rooms = turned, scores, f.times(wide, 4)
         _tiles(f, head.queries, lambda n, first: _forward_tile(f, n, first, head, rooms))
         _clear(f, head, "out", head.queries, fact["queries"])
@@ -121,7 +121,7 @@ def write_backward(f: Function) -> None:
 
     def one(head: _Head, fact: dict[str, Any]) -> None:
         for name, place in zip(("k", "v"), columns, strict=True):
-            _turn(f, head, name, place)
+            turn_tokens(f, (head.at[name], head.token[name]), head.keys, head.d, place)
         rooms = (*columns, *weights, f.times(wide, 4))
         _tiles(f, head.queries, lambda n, first: _backward_tile(f, n, first, head, rooms))
         _tiles(f, head.keys, lambda n, first: _key_tile(f, n, first, head, rooms))
@@ -133,25 +133,6 @@ def write_backward(f: Function) -> None:
 
 
 # --- parts of both ---
-
-
-def _turn(f: Function, head: _Head, name: str, to: Any) -> None:
-    """Keys or values as columns, in panels; behind the last one it stands again."""
-    columns, last = VECTORS * f.shape.lanes, f.add(head.keys, -1)
-    eights = f.in_vectors_of(SQUARE)
-    start, apart = head.at[name], head.token[name]
-    with f.loop(f.const(0), head.keys, columns) as first:
-        panel = f.add(to, f.times(f.times(first, head.d), 4))
-        rows = [
-            f.add(start, f.times(f.least(f.add(first, i), last), apart)) for i in range(columns)
-        ]
-        with f.loop(f.const(0), head.d, SQUARE) as at:
-            for left in range(0, columns, SQUARE):
-                own = rows[left : left + SQUARE]
-                square = [eights.floats(f.add(row, f.times(at, 4))) for row in own]
-                for i, vector in enumerate(transposed(f, square)):
-                    place = f.add(f.times(f.add(at, i), columns), left)
-                    f.store(vector, f.add(panel, f.times(place, 4)))
 
 
 def _tiles(f: Function, count: Any, write: Callable[[int, Any], None]) -> None:

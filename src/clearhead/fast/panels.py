@@ -123,6 +123,27 @@ def _turn(f: Function, own: tuple[Any, Any], count: Any, depth: Any, to: Any) ->
                 f.store(vector, f.add(to, f.times(f.add(place, first), 4)))
 
 
+def turn_tokens(f: Function, tokens: tuple[Any, Any], count: Any, d: Any, to: Any) -> None:
+    """The keys or values of a head, given by where the first is and how many bytes behind it the
+    next, as columns, in panels; behind the last one it stands again.
+    """
+    start, apart = tokens
+    columns, last = VECTORS * f.shape.lanes, f.add(count, -1)
+    eights = f.in_vectors_of(SQUARE)
+    with f.loop(f.const(0), count, columns) as first:
+        panel = f.add(to, f.times(f.times(first, d), 4))
+        rows = [
+            f.add(start, f.times(f.least(f.add(first, i), last), apart)) for i in range(columns)
+        ]
+        with f.loop(f.const(0), d, SQUARE) as at:
+            for left in range(0, columns, SQUARE):
+                own = rows[left : left + SQUARE]
+                square = [eights.floats(f.add(row, f.times(at, 4))) for row in own]
+                for i, vector in enumerate(transposed(f, square)):
+                    place = f.add(f.times(f.add(at, i), columns), left)
+                    f.store(vector, f.add(panel, f.times(place, 4)))
+
+
 def transposed(f: Function, rows: list[Any]) -> list[Any]:
     """Eight vectors of eight, columns as rows: pairs change places, then fours, then halves."""
     for size in (1, 2, 4):

@@ -19,7 +19,7 @@ from typing import Any
 
 from clearhead.fast.bends import exponents, larger, largest
 from clearhead.fast.compile import FACTS
-from clearhead.fast.panels import SQUARE, VECTORS, multiplied, room, transposed
+from clearhead.fast.panels import VECTORS, multiplied, room, turn_tokens
 from clearhead.fast.words import F32, I64, Function
 
 
@@ -73,32 +73,12 @@ def write_sequences(f: Function) -> None:
         seen = f.add(f.times(start, apart[1]), f.times(f.times(f.b.sdiv(number, group), d), 4))
         places = f.add(q, asked), f.add(k, seen), f.add(v, seen), f.add(out, asked)
         head = _Head(*places, f.b.sub(end, start), apart)
-        _turn(f, head, rooms, d)
+        turn_tokens(f, (head.k, head.apart[1]), head.length, d, rooms.turned)
         _tiles(f, head, rooms)
 
 
 def _fact(f: Function, told: Any, name: str) -> Any:
     return f.load(f.add(told, 8 * FACTS.index(name)), I64, 8)
-
-
-def _turn(f: Function, head: _Head, rooms: _Rooms, d: Any) -> None:
-    """The keys as columns; where the last panel has no key the last one stands again."""
-    columns, last = VECTORS * f.shape.lanes, f.add(head.length, -1)
-    eights = f.in_vectors_of(SQUARE)
-    with f.loop(f.const(0), head.length, columns) as first:
-        to = f.add(rooms.turned, f.times(f.times(first, d), 4))
-        keys = [
-            f.add(head.k, f.times(f.least(f.add(first, i), last), head.apart[1]))
-            for i in range(columns)
-        ]
-        with f.loop(f.const(0), d, SQUARE) as at:
-            for left in range(0, columns, SQUARE):
-                square = [
-                    eights.floats(f.add(key, f.times(at, 4))) for key in keys[left : left + SQUARE]
-                ]
-                for i, vector in enumerate(transposed(f, square)):
-                    place = f.add(f.times(f.add(at, i), columns), left)
-                    f.store(vector, f.add(to, f.times(place, 4)))
 
 
 def _tiles(f: Function, head: _Head, rooms: _Rooms) -> None:
