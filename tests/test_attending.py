@@ -128,7 +128,7 @@ OTHERS = {
     "window": lambda: ((1, 2, 9, 16), (1, 2, 9, 16), View.of(Causal() & Window(3), positions(9))),
     "late": lambda: ((1, 2, 9, 16), (1, 2, 9, 16), View.of(Causal(), late(9))),
     "narrow": lambda: ((1, 2, 9, 8), (1, 2, 9, 8), View.of(None, positions(9))),
-    "long": lambda: ((1, 1, 400, 16), (1, 1, 400, 16), View.of(None, positions(400))),
+    "long": lambda: ((1, 1, 600, 16), (1, 1, 600, 16), View.of(None, positions(600))),
 }
 
 
@@ -150,6 +150,42 @@ def test_biases_and_dropout_too(monkeypatch):
     biased = replace(view, bias=bias)
     assert torch.equal(attending.attend(kernel, q, q, q, biased), kernel(q, q, q, biased))
     attending.attend(Softmax(0.3, dropout=0.5).train(), q, q, q, view)
+
+
+@pytest.mark.parametrize(("queries", "keys", "d"), [(16, 8192, 128), (1, 32768, 64), (8, 8, 8192)])
+def test_what_is_too_large_for_a_stack(queries, keys, d, monkeypatch):
+    monkeypatch.setattr(attending._Attend, "apply", lambda *given: pytest.fail("compiled"))
+    q, k = torch.randn(1, 1, queries, d), torch.randn(1, 1, keys, d)
+    view = View.across(positions(keys))
+    assert attending.attend(Softmax(0.3), q, k, k, view).shape == q.shape
+
+
+def test_the_largest_that_is_compiled(only_compiled):
+    check([drawn(1, 1, 448, 64) for _ in range(3)], View.of(Causal(), positions(448)))
+    tokens = 2**19 // 2 // (32 + 64)
+    keys = tokens // 32 * 32
+    q, (k, v) = drawn(1, 1, 3, 64), (drawn(1, 1, keys, 64) for _ in range(2))
+    check([q, k, v], View.across(positions(keys)))
+
+
+def test_one_view_for_several_numbers_of_queries(only_compiled):
+    view = View.across(ragged((9, 4)))
+    k, v = (drawn(2, 2, 9, 16) for _ in range(2))
+    for queries in (5, 9, 2):
+        check([drawn(2, 2, queries, 16), k, v], view)
+
+
+def test_values_of_another_width_are_not_compiled():
+    q, v, view = torch.randn(1, 2, 9, 32), torch.randn(1, 2, 9, 16), View.of(None, positions(9))
+    assert attending._seen(Softmax(0.3), q, q, v, view) is None
+    assert attending._seen(Softmax(0.3), q, q, q, view) is not None
+
+
+def test_a_query_that_stands_nowhere_sees_nothing():
+    empty = Positions(torch.tensor([[0], [-1]]), 0, 0, dense=False, holes=True)
+    q, k = torch.randn(2, 2, 1, 16), torch.randn(2, 2, 5, 16)
+    out = attending.attend(Softmax(0.3), q, k, k, View.of(All(), empty, positions(5)))
+    assert not out[1].any()
 
 
 def test_dropout_at_rest_is_none(only_compiled):

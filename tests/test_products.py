@@ -16,15 +16,17 @@ import clearhead as ch
 from clearhead.errors import ClearheadError
 from clearhead.fast import compile as compiled
 from clearhead.fast import products
-from clearhead.fast.products import any_large, linear, use_compiled
+from clearhead.fast.products import any_large, drop_compiled, linear, use_compiled
 from clearhead.fast.words import Shape
 from clearhead.measure import choices
 from clearhead.measure.roofs import Report, Roofs
 from clearhead.training import machine as machines
 from clearhead.training import run as runs
+from clearhead.training.job import prepare
 from clearhead.training.machine import describe_choice, settle_machine
 from clearhead.training.muon import orthogonal
-from clearhead.training.recipe import MachineConfig
+from clearhead.training.recipe import MachineConfig, Recipe
+from clearhead.training.world import World
 from processes import digest, recipe, run
 
 CPU = torch.device("cpu")
@@ -42,7 +44,7 @@ def gradients(way, x, weight, bias, asked):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(7,), (1,), (3, 5), (2, 300)])
-@pytest.mark.parametrize(("wide", "out"), [(32, 33), (64, 128), (416, 5), (48, 16), (64, 1)])
+@pytest.mark.parametrize(("wide", "out"), [(32, 33), (64, 128), (416, 5)])
 def test_values_and_gradients_are_those_of_torch(shape, wide, out, bias):
     x, weight = torch.randn(*shape, wide), torch.randn(out, wide)
     b, asked = torch.randn(out) if bias else None, torch.randn(*shape, out)
@@ -55,24 +57,64 @@ def test_values_and_gradients_are_those_of_torch(shape, wide, out, bias):
         torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-4)
 
 
-def test_tensors_that_lie_otherwise():
-    x = torch.randn(5, 12, 3).mT  # [5, 3, 12]
-    weight, asked = torch.randn(12, 20).t(), torch.randn(5, 20, 3).mT
-    right, right_gradients = gradients(F.linear, x, weight, None, asked)
+@pytest.fixture
+def only_compiled(monkeypatch):
+    """PyTorch's product must not be taken."""
+    monkeypatch.setattr(products.F, "linear", lambda *given: pytest.fail("it was not compiled"))
+
+
+def test_tensors_that_lie_otherwise(only_compiled):
+    x, weight = torch.randn(5, 32, 3).mT, torch.randn(20, 32)  # x: [5, 3, 32]
+    asked = torch.randn(5, 20, 3).mT
+    right, right_gradients = gradients(lambda x, w: x @ w.T, x, weight, None, asked)
     found, found_gradients = gradients(linear, x, weight, None, asked)
     torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
     for got, wanted in zip(found_gradients, right_gradients, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_what_is_frozen_gets_no_gradient():
-    x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(6, 8)
+def test_what_is_frozen_gets_no_gradient(only_compiled):
+    x, weight = torch.randn(4, 32, requires_grad=True), torch.randn(6, 32)
     bias = torch.zeros(6, requires_grad=True)
     linear(x, weight, bias).sum().backward()
-    torch.testing.assert_close(x.grad, weight.sum(0).expand(4, 8))
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(4, 32))
     torch.testing.assert_close(bias.grad, torch.full((6,), 4.0))
     still = linear(x.detach(), weight)
     assert not still.requires_grad
+
+
+def test_what_comes_out_can_be_changed_in_place(only_compiled):
+    x, weight = torch.randn(2, 3, 32, requires_grad=True), torch.randn(6, 32)
+    linear(x, weight).add_(1.0).sum().backward()
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(2, 3, 32))
+
+
+@pytest.mark.parametrize("other", [{"x": torch.randn(8, 16)}, {"bias": torch.randn(3)}])
+def test_what_does_not_fit_is_refused_as_torch_does(other):
+    given = {"x": torch.randn(8, 32), "weight": torch.randn(8, 32), "bias": torch.randn(8)}
+    with pytest.raises(RuntimeError):
+        linear(**{**given, **other})
+
+
+def test_what_is_elsewhere_is_not_compiled():
+    here, there = torch.randn(8, 32), torch.randn(8, 32, device="meta")
+    assert products._fit(here, here, None)
+    assert not products._fit(here, there, None)
+    assert not products._fit(there, here, None)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"weight": torch.randn(32, 8).t()},
+        {"bias": torch.randn(8, 2)[:, 0]},
+        {"weight": torch.randn(2, 32), "bias": torch.randn(2)},
+    ],
+)
+def test_what_lies_as_compiled_code_cannot_read_it_is_torchs(other):
+    given = {"x": torch.randn(5, 32), "weight": torch.randn(8, 32), "bias": torch.randn(8)}
+    given |= other
+    torch.testing.assert_close(linear(**given), F.linear(*given.values()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -113,6 +155,13 @@ def test_a_copy_has_weights_of_its_own():
             parameter.zero_()
     assert torch.equal(net(ids), before)
     assert not new(ids).any()
+
+
+def test_they_can_be_dropped_again():
+    net = wide_model().net
+    use_compiled(net)
+    drop_compiled(net)
+    assert all("forward" not in vars(module) for module in net.modules())
 
 
 def test_small_layers_are_left_as_they_are():
@@ -175,9 +224,7 @@ def measured(cache, monkeypatch):
     return measure
 
 
-@pytest.mark.parametrize(
-    ("ratio", "wanted"), [(2.0, "compiled"), (1.04, "torch"), (0.5, "torch"), (None, "torch")]
-)
+@pytest.mark.parametrize(("ratio", "wanted"), [(2.0, "compiled"), (1.04, "torch"), (0.5, "torch")])
 def test_the_quicker_is_taken_and_remembered(measured, ratio, wanted):
     measured.ratio = ratio
     assert choices.quicker_products() == wanted
@@ -192,14 +239,24 @@ def test_a_child_that_died_chooses_torch(measured, monkeypatch):
     assert choices.quicker_products() == "torch"
 
 
-@pytest.mark.parametrize("content", ["", "[1]", '{"a": 1}', '{"x": {"compiled": "much"}}'])
+@pytest.mark.parametrize("content", ["", "[1]", '{"a": 1}', '{"NAME": "much"}', '{"NAME": {}}'])
 def test_a_spoilt_memory_is_measured_anew(measured, cache, content):
     cache.mkdir()
-    (cache / choices.FILE).write_text(content)
+    (cache / choices.FILE).write_text(content.replace("NAME", choices._name()))
     assert choices.quicker_products() == "compiled"
     assert choices.quicker_products() == "compiled"
     assert len(measured.asked) == 1
     assert isinstance(json.loads((cache / choices.FILE).read_text()), dict)
+
+
+def test_what_was_not_measured_is_not_remembered(measured, monkeypatch):
+    measured.ratio = None  # the child hung, say
+    assert choices.quicker_products() == "torch"
+    monkeypatch.setattr(choices, "available", lambda: False)
+    assert choices.remember(Report(roofs=Roofs(compiled=2.0))) is None  # a doctor before llvmlite
+    monkeypatch.setattr(choices, "available", lambda: True)
+    measured.ratio = 2.0
+    assert choices.quicker_products() == "compiled"
 
 
 def test_doctor_measures_anew(measured, monkeypatch):
@@ -219,7 +276,7 @@ def test_a_cache_that_cannot_be_written_to_costs_time_only(measured, monkeypatch
 def test_what_is_left_open_is_decided_for_the_network(measured):
     wide, narrow = nn.Linear(128, 128), nn.Linear(8, 8)
     chosen = settle_machine(MachineConfig(), CPU, nn.Sequential(wide))
-    assert (chosen.products, chosen.compile) == ("compiled", False)
+    assert chosen.products == "compiled"
     assert "compiled products" in describe_choice(chosen, CPU)
     assert settle_machine(chosen, CPU, narrow) == chosen
     small = settle_machine(MachineConfig(), CPU, nn.Sequential(narrow))
@@ -242,9 +299,11 @@ def test_without_llvmlite_it_is_torch(measured, monkeypatch):
         settle_machine(MachineConfig(products="compiled"), CPU, wide)
 
 
-def test_on_a_gpu_it_is_compiled():
+def test_on_a_gpu_it_is_torch(measured):
     chosen = settle_machine(MachineConfig(), torch.device("cuda"), nn.Linear(512, 512))
-    assert (chosen.products, chosen.compile) == ("torch", True)
+    assert chosen.products == "torch"
+    assert "gains little" not in describe_choice(chosen, torch.device("mps"))
+    assert measured.asked == []
 
 
 # --- the run ---
@@ -298,6 +357,18 @@ def test_a_run_goes_on_where_there_is_no_llvmlite(tmp_path, cache, measured, mon
     second = run(settings, tmp_path / "run", resume=True)
     assert len(first.losses) == 5
     assert len(second.losses) == 7
+
+
+def test_a_run_goes_on_on_another_kind_of_machine(tmp_path, cache, measured):
+    settings = wide_recipe(tmp_path)
+    run(settings, tmp_path / "run", stop=5)
+    path = tmp_path / "run" / "recipe.yaml"
+    path.write_text(path.read_text().replace("threads: null", "threads: 4096"))
+    job = prepare(Recipe.from_dict(yaml.safe_load(path.read_text())))
+    assert job.recipe.train.machine.products == "compiled"
+    settled = runs.settle_arithmetic(job, torch.device("cuda"), World(), resume=True)
+    assert settled.recipe.train.machine.products == "torch"
+    assert len(run(settings, tmp_path / "run", resume=True).losses) == 7  # fewer threads
 
 
 def test_a_tiny_run_measures_nothing(tmp_path, cache, monkeypatch):

@@ -122,10 +122,8 @@ class Rows(Stream):
         parts = []
         for held, size in ((False, total - count), (True, count)):
             read = functools.partial(_spread, self, count, held)
-            mark = fingerprint_of(self.fingerprint, "spread", count, held)
-            parts.append(
-                dataclasses.replace(self, read=read, start=0, count=size, fingerprint=mark)
-            )
+            own = fingerprint_of(self.fingerprint, "spread", count, held)
+            parts.append(dataclasses.replace(self, read=read, start=0, count=size, fingerprint=own))
         return parts[0], parts[1]
 
     def lacks(self, column: str) -> str:

@@ -28,7 +28,7 @@ from clearhead.fast.compile import TENSORS
 
 LANES = 16  # of the widest vector
 PANEL = 32  # keys of the widest panel
-ROOM = 2**17  # weights of a head, which are on the stack twice in the backward pass
+ROOM = 2**19  # numbers on the stack of a thread in the backward pass: two megabytes
 Heads = Float[Tensor, "_ _ _ _"]
 
 
@@ -44,7 +44,8 @@ class Seen:
     """Whether a query sees those up to its own alone."""
 
 
-_known: WeakKeyDictionary[View, Seen | None] = WeakKeyDictionary()  # one view serves all layers
+# One view serves all layers; and calls of other sizes, too.
+_known: WeakKeyDictionary[View, dict[tuple[int, ...], Seen | None]] = WeakKeyDictionary()
 
 
 def attend(
@@ -59,7 +60,7 @@ def attend(
     seen = None if bias is not None else _seen(kernel, q, k, v, view)
     if seen is None:
         return Softmax.forward(kernel, q, k, v, view, bias)
-    return _Attend.apply(q, k, v, seen, kernel.scale)
+    return _Attend.apply(q, k, v, seen, kernel.scale).transpose(1, 2)
 
 
 def _seen(kernel: Softmax, q: Tensor, k: Tensor, v: Tensor, view: View) -> Seen | None:
@@ -68,18 +69,18 @@ def _seen(kernel: Softmax, q: Tensor, k: Tensor, v: Tensor, view: View) -> Seen 
     if (
         view.bias is not None
         or (kernel.training and kernel.dropout > 0)
-        or not q.is_cpu
-        or any(x.dtype != torch.float32 for x in (q, k, v))
+        or any(x.dtype != torch.float32 or not x.is_cpu for x in (q, k, v))
         or k.shape != (rows, heads, keys, d)
+        or v.shape != k.shape
         or d % LANES
         or q.numel() * k.numel() == 0
-        or queries * (-(-keys // PANEL) * PANEL) > ROOM
+        or 2 * (-(-keys // PANEL) * PANEL) * (d + max(queries, PANEL)) > ROOM
     ):
         return None
-    if view not in _known:
-        _known[view] = _read(view, rows, queries, keys)
-    found = _known[view]
-    return found if found is not None and len(found.asking) == rows else None
+    sizes, known = (rows, queries, keys), _known.setdefault(view, {})
+    if sizes not in known:
+        known[sizes] = _read(view, *sizes)
+    return known[sizes]
 
 
 def _read(view: View, rows: int, queries: int, keys: int) -> Seen | None:
@@ -89,11 +90,12 @@ def _read(view: View, rows: int, queries: int, keys: int) -> Seen | None:
         return Seen(asking, every, False)
     if view.plain == "causal":
         return Seen(asking, every, True) if queries == keys else None
-    across = view.allowed is not None and view.allowed.shape[1] == 1
-    if type(view.mask) not in (All, Causal) or (across and type(view.mask) is Causal):
+    if type(view.mask) not in (All, Causal) or view.q is not view.k or view.allowed is None:
         return None
+    # A view across has one row for all queries, however many; that of one token has one, too.
+    across = view.allowed.shape[1] == 1 and view.k.length > 1
     lengths = _lengths(view.k, rows, keys)
-    if lengths is None or (not across and (view.q is not view.k or queries != keys)):
+    if lengths is None or (type(view.mask) is Causal if across else queries != keys):
         return None
     return Seen(asking if across else lengths, lengths, type(view.mask) is Causal)
 
@@ -111,13 +113,14 @@ def _lengths(at: Positions, rows: int, slots: int) -> Int[Tensor, " b"] | None:
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Heads, k: Heads, v: Heads, seen: Seen, scale: float) -> Heads:
+    def forward(ctx: Any, q: Heads, k: Heads, v: Heads, seen: Seen, scale: float) -> Tensor:
+        """[b, q, h, d]: a token's heads beside each other, as the next layer reads them."""
         q, k, v = (_in_lines(x) for x in (q, k, v))
-        out = _like(q)
+        out = q.new_empty([q.shape[i] for i in (0, 2, 1, 3)])
         tops, shares = (q.new_zeros(q.shape[:3]) for _ in range(2))
         ctx.save_for_backward(q, k, v, out, tops, shares)
         ctx.seen, ctx.scale = seen, scale
-        _run("forward", seen, scale, (tops, shares), q=q, k=k, v=v, out=out)
+        _run("forward", seen, scale, (tops, shares), q=q, k=k, v=v, out=out.transpose(1, 2))
         return out
 
     @staticmethod
@@ -125,7 +128,8 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> Any:
         q, k, v, out, tops, shares = ctx.saved_tensors
         dq, dk, dv = (_like(x) for x in (q, k, v))
-        given = {"q": q, "k": k, "v": v, "out": out, "dout": _in_lines(dout)}
+        out, dout = out.transpose(1, 2), _in_lines(dout).transpose(1, 2)
+        given = {"q": q, "k": k, "v": v, "out": out, "dout": dout}
         ends = {"dq": dq, "dk": dk, "dv": dv}
         _run("backward", ctx.seen, ctx.scale, (tops, shares), **given, **ends)
         return dq, dk, dv, None, None

@@ -177,16 +177,18 @@ def _asker(f: Function, panel: _Panel, number: Any, count: Any) -> Callable[[Any
     """What asks for a line of the next panel, this tile's part of it in even steps: a processor
     that is asked for many at once waits for them.
     """
-    row = int(f.form_bytes * DEPTH)
-    whole = VECTORS * f.shape.lanes * row
-    start = f.b.sdiv(f.times(number, whole), count)
-    step = f.add(f.b.sdiv(f.const(whole // DEPTH), count), 1)
+    columns, row = VECTORS * f.shape.lanes, int(f.form_bytes * DEPTH)
+    joined = f.b.icmp_signed("==", panel.depth, f.args[7])  # rows stand behind each other
+    whole = f.times(f.b.select(joined, f.size(panel.depth), f.const(row)), columns)
+    start = f.b.sdiv(f.times(whole, number), count)
+    step = f.add(f.b.sdiv(f.const(int(f.form_bytes * columns)), count), 1)
     apart = f.size(f.args[7])
 
     def ask(k: Any) -> None:
         at = f.add(start, f.times(k, step))
         line = f.times(f.b.lshr(at, f.const(row.bit_length() - 1)), apart)
-        f.ask_for(f.add(panel.later, line, f.b.and_(at, f.const(row - 1))), far=True)
+        parted = f.add(line, f.b.and_(at, f.const(row - 1)))
+        f.ask_for(f.add(panel.later, f.b.select(joined, at, parted)), far=True)
 
     return ask
 

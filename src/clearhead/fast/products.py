@@ -32,16 +32,20 @@ FEW = 2**18  # multiplications that one thread does sooner than two agree about 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`, in compiled code where it can be."""
-    return _Linear.apply(x, weight, bias) if _fit(x, weight) else F.linear(x, weight, bias)
+    return _Linear.apply(x, weight, bias) if _fit(x, weight, bias) else F.linear(x, weight, bias)
 
 
-def _fit(x: Tensor, weight: Tensor) -> bool:
+def _fit(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether all of it is as compiled code, which is given addresses alone, takes it for."""
+    n, k = weight.shape
+    own = (weight,) if bias is None else (weight, bias)
     return (
-        x.dtype == weight.dtype == torch.float32
-        and x.is_cpu
-        and weight.is_contiguous()
-        and weight.shape[1] % GROUP == 0
-        and weight.shape[0] >= STRIP
+        all(t.dtype == torch.float32 and t.is_cpu for t in (x, *own))
+        and all(t.is_contiguous() for t in own)
+        and (bias is None or bias.shape == (n,))
+        and x.shape[-1] == k
+        and k % GROUP == 0
+        and n >= STRIP
         and x.numel() > 0
     )
 
@@ -52,7 +56,8 @@ class _Linear(torch.autograd.Function):
         flat = x.reshape(-1, x.shape[-1]).contiguous()
         ctx.save_for_backward(flat, weight)
         ctx.bias = bias is not None
-        return product(flat, weight, bias).view(*x.shape[:-1], -1)
+        # In its last shape: what a function returns must be no view of something of its own.
+        return product(flat, weight, bias, x.new_empty(*x.shape[:-1], len(weight)))
 
     @staticmethod
     @once_differentiable
@@ -61,7 +66,7 @@ class _Linear(torch.autograd.Function):
         flat = dy.reshape(-1, dy.shape[-1]).contiguous()
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            dx = lines(flat, weight).view(*dy.shape[:-1], -1)
+            dx = lines(flat, weight, dy.new_empty(*dy.shape[:-1], weight.shape[1]))
         if ctx.needs_input_grad[1]:
             dw = lines(flat.t(), x)
         if ctx.bias and ctx.needs_input_grad[2]:
@@ -70,11 +75,15 @@ class _Linear(torch.autograd.Function):
 
 
 def product(
-    x: Float[Tensor, "m k"], weight: Float[Tensor, "n k"], bias: Tensor | None = None
-) -> Float[Tensor, "m n"]:
-    """x W^T + b, of tensors that lie in rows."""
+    x: Float[Tensor, "m k"],
+    weight: Float[Tensor, "n k"],
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """x W^T + b [m, n], of tensors that lie in rows; `out` has room for it, in any shape."""
     (m, k), n = x.shape, len(weight)
-    out, zeros = x.new_empty(m, n), x.new_zeros(n) if bias is None else bias
+    out = x.new_empty(m, n) if out is None else out
+    zeros = x.new_zeros(n) if bias is None else bias
     ends = zeros.data_ptr(), out.data_ptr(), m, n, k, _threads(m * n * k), 0
     compiled.product("fp32").run(x.data_ptr(), weight.data_ptr(), 0, *ends)
     return out
@@ -85,10 +94,10 @@ def fit_lines(b: Tensor) -> bool:
     return b.dtype == torch.float32 and b.is_cpu and all(n % GROUP == 0 for n in b.shape)
 
 
-def lines(a: Float[Tensor, "n d"], b: Float[Tensor, "d k"]) -> Float[Tensor, "n k"]:
-    """a b, where b lies in rows of whole vectors, and `a` in any way."""
+def lines(a: Float[Tensor, "n d"], b: Float[Tensor, "d k"], out: Tensor | None = None) -> Tensor:
+    """a b [n, k], where b lies in rows of whole vectors, and `a` in any way; `out` as above."""
     (n, depth), k = a.shape, b.shape[1]
-    out = b.new_empty(n, k)
+    out = b.new_empty(n, k) if out is None else out
     ends = out.data_ptr(), depth, n, k, _threads(n * depth * k), 0
     steps = 4 * a.stride(0), 4 * a.stride(1)
     compiled.learning()["lines"](a.data_ptr(), b.data_ptr(), *steps, *ends)
@@ -108,6 +117,14 @@ def use_compiled(net: nn.Module) -> None:
     for kernel in net.modules():
         if type(kernel) is Softmax:
             kernel.forward = partial(attend, kernel)  # type: ignore[method-assign]
+
+
+def drop_compiled(net: nn.Module) -> None:
+    """Let all layers multiply as they came."""
+    for module in net.modules():
+        own = vars(module).get("forward")
+        if isinstance(own, partial) and own.func in (_forward, attend):
+            del module.forward
 
 
 def any_large(net: nn.Module) -> bool:

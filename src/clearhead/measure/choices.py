@@ -2,7 +2,7 @@
 
 A choice that depended on the noise of the moment would change the last digits of a run, and a run
 and its repetition would not be the same. So it is kept in `machine.json` of the cache folder, under
-the names of processor and PyTorch; `clearhead doctor` measures anew.
+the names of processor, PyTorch and what makes our own code; `clearhead doctor` measures anew.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import os
 from typing import Any, Literal
 
-from clearhead.fast.compile import available
+from clearhead.fast.compile import BEGUN, available
 from clearhead.measure.hardware import read_processor
 from clearhead.measure.roofs import Report, measure
 from clearhead.paths import cache_folder
@@ -26,12 +26,10 @@ def quicker_products() -> Literal["torch", "compiled"]:
     """How the matrices of a training step are multiplied quicker in fp32 on this CPU."""
     if not available():
         return "torch"
-    known = _read().get(_name(), {})
-    ratio = known.get("compiled")
-    if not isinstance(ratio, float):
-        report = measure(("compiled",))
-        ratio = remember(report)
-    return better_products(ratio)
+    known = _read().get(_name())
+    if isinstance(known, float):
+        return better_products(known)
+    return better_products(remember(measure(("compiled",))))
 
 
 def better_products(ratio: float | None) -> Literal["torch", "compiled"]:
@@ -39,16 +37,21 @@ def better_products(ratio: float | None) -> Literal["torch", "compiled"]:
     return "compiled" if ratio is not None and ratio >= WORTH_IT else "torch"
 
 
-def remember(report: Report) -> float:
-    """Keep what a report says of compiled products: 0 where they end the program."""
-    ratio = float((report.roofs and report.roofs.compiled) or 0.0)
+def remember(report: Report) -> float | None:
+    """Keep what a report says of compiled products: their speed as a multiple of PyTorch's, 0 where
+    they end the program. What was not measured is not kept.
+    """
+    ratio = report.roofs.compiled if report.roofs is not None else None
+    ratio = 0.0 if report.died_in == "compiled" else ratio
+    if ratio is None or not available():
+        return None
     folder = cache_folder()
     with contextlib.suppress(OSError):  # a disk that cannot be written to costs time, no more
         folder.mkdir(parents=True, exist_ok=True)
         new = folder / f".{FILE}.{os.getpid()}"
-        new.write_text(json.dumps({**_read(), _name(): {"compiled": ratio}}, indent=1) + "\n")
+        new.write_text(json.dumps({**_read(), _name(): float(ratio)}, indent=1) + "\n")
         os.replace(new, folder / FILE)
-    return ratio
+    return float(ratio)
 
 
 def _read() -> dict[str, Any]:
@@ -60,6 +63,7 @@ def _read() -> dict[str, Any]:
 
 
 def _name() -> str:
+    """The processor, and whatever makes the code that is compared."""
     processor = read_processor()
-    simd = " ".join(processor.simd)
-    return f"{processor.name}, {simd}, torch {importlib.metadata.version('torch')}"
+    versions = " ".join(f"{p} {importlib.metadata.version(p)}" for p in ("torch", "llvmlite"))
+    return f"{processor.name}, {' '.join(processor.simd)}, {versions}, {BEGUN[:8]}"

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from clearhead.config import Spec
 from clearhead.errors import require
+from clearhead.fast.products import drop_compiled
 
 
 @dataclass(frozen=True)
@@ -103,4 +104,5 @@ def merged_copy(net: nn.Module, weights: Mapping[str, Tensor] | None) -> nn.Modu
         if weights is not None:
             parameter.copy_(weights[name])
     merge_lora(new)
+    drop_compiled(new)
     return new.requires_grad_(True).eval()

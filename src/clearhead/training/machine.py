@@ -60,12 +60,7 @@ def settle_machine(config: MachineConfig, device: torch.device, net: nn.Module) 
 
     What is decided goes into the recipe of the run, so that taking it up again decides nothing.
     """
-    products, compiled = config.products, config.compile
-    if compiled is None:
-        # Measured on CPUs (benchmarks/README.md): torch's fused kernels gain less than compiled
-        # products, and less than a minute of compiling costs in all but very long runs.
-        compiled = device.type == "cuda"
-    can = device.type == "cpu" and config.precision == "fp32" and not compiled
+    products, can = config.products, takes_compiled(config, device)
     require(
         can or products != "compiled",
         "train.machine.products=compiled is for fp32 on a CPU, without torch.compile: leave it "
@@ -74,7 +69,12 @@ def settle_machine(config: MachineConfig, device: torch.device, net: nn.Module) 
     require(products != "compiled" or available(), MISSING)
     if products == "auto":
         products = quicker_products() if can and any_large(net) else "torch"
-    return dataclasses.replace(config, products=products, compile=compiled)
+    return dataclasses.replace(config, products=products)
+
+
+def takes_compiled(config: MachineConfig, device: torch.device) -> bool:
+    """Whether products can be compiled ones."""
+    return device.type == "cpu" and config.precision == "fp32" and not config.compile
 
 
 def describe_choice(config: MachineConfig, device: torch.device) -> str:
@@ -85,7 +85,9 @@ def describe_choice(config: MachineConfig, device: torch.device) -> str:
         if device.type == "cuda" and torch.cuda.is_bf16_supported():
             reason = "exact; bf16 is faster on this GPU"
     products = ", compiled products" if config.products == "compiled" else ""
-    compiled = "torch.compile first" if config.compile else "no torch.compile: it gains little"
+    compiled = "torch.compile first" if config.compile else "no torch.compile"
+    if not config.compile and device.type == "cpu":
+        compiled += ": it gains little"
     return f"{config.precision} ({reason}){products}, {compiled}"
 
 

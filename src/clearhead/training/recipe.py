@@ -38,7 +38,7 @@ class DataConfig(Spec, kind="data"):
     source: str = ""
     """A file, a folder, parallel files ("a.en,a.de"), a named set, or "hf:name" of a data set."""
     valid: str | None = None
-    """What validates; None: the set's own, or the last part of the source."""
+    """What validates; None: the set's own, or a part of the source."""
     test: str | None = None
     """What is kept for the end."""
     split: float = 0.1
@@ -133,8 +133,8 @@ class MachineConfig(Spec, kind="machine"):
     products: Literal["auto", "torch", "compiled"] = "auto"
     """How matrices are multiplied in fp32 on a CPU: by PyTorch, or by code that Clearhead compiles
     for the processor; auto: the quicker."""
-    compile: bool | None = None
-    """Whether torch.compile makes kernels for this model first; None: where that pays."""
+    compile: bool = False
+    """Whether torch.compile makes kernels for this model first."""
     recompute: bool = False
     """Whether blocks are computed again in the backward pass instead of kept: less memory."""
     threads: int | None = None

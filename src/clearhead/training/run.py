@@ -28,7 +28,7 @@ from clearhead.training.folder import RunFolder
 from clearhead.training.guess import guess_recipe
 from clearhead.training.job import Job, prepare
 from clearhead.training.loop import Trainer
-from clearhead.training.machine import pick_device, settle_machine
+from clearhead.training.machine import pick_device, settle_machine, takes_compiled
 from clearhead.training.recipe import Recipe
 from clearhead.training.room import check_precision, check_room
 from clearhead.training.tune import describe_start, settle
@@ -99,7 +99,7 @@ def open_run(
 
     def begin() -> Job:
         recipe = _settled(given, folder, resume, world.first, steps)
-        _set_threads(recipe)
+        _set_threads(recipe, resume)
         job = prepare(recipe, folder.tokenizer() if folder is not None and resume else None)
         check_room(job, device, world.size)
         return job
@@ -130,16 +130,13 @@ def open_run(
 def settle_arithmetic(job: Job, device: torch.device, world: World, resume: bool = False) -> Job:
     """The job with its arithmetic decided, in all processes as in the first."""
     train, machine = job.recipe.train, job.recipe.train.machine
-    lost = machine.products == "compiled" and not available()  # begun on another machine
+    lost = not (takes_compiled(machine, device) and available())  # begun on another machine
     if resume and (machine.products == "auto" or lost):  # or before there was a choice
-        machine = dataclasses.replace(machine, products="torch", compile=bool(machine.compile))
+        machine = dataclasses.replace(machine, products="torch")
     if world.first:
         machine = settle_machine(machine, device, job.model.net)
     own = world.told(int(machine.products == "compiled"))
-    first = world.told(int(bool(machine.compile)))
-    machine = dataclasses.replace(
-        machine, products="compiled" if own else "torch", compile=bool(first)
-    )
+    machine = dataclasses.replace(machine, products="compiled" if own else "torch")
     recipe = dataclasses.replace(job.recipe, train=dataclasses.replace(train, machine=machine))
     return dataclasses.replace(job, recipe=recipe)
 
@@ -186,13 +183,15 @@ def _check_weights(recipe: Recipe, folder: RunFolder | None) -> None:
     )
 
 
-def _set_threads(recipe: Recipe) -> None:
+def _set_threads(recipe: Recipe, resume: bool) -> None:
     """As many as asked for, or as can run at a time: a container may grant less than it shows."""
     threads, usable = recipe.train.machine.threads, read_processor().usable
+    if threads is not None and resume:  # it may have begun on a larger machine
+        threads = min(threads, usable)
     require(
         threads is None or 1 <= threads <= usable,
         f"train.machine.threads is {threads}, and {usable} can run at a time here: threads that "
-        "wait for each other are many times slower.",
+        f"wait for each other are many times slower. Set {usable} or fewer, or leave it away.",
     )
     if threads is None and "OMP_NUM_THREADS" not in os.environ:
         threads = min(torch.get_num_threads(), usable)

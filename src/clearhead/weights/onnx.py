@@ -43,6 +43,7 @@ from clearhead.attention.positions import Positions
 from clearhead.attention.softmax import Kernel, Softmax
 from clearhead.attention.view import View
 from clearhead.errors import ClearheadError, require
+from clearhead.fast.products import drop_compiled
 from clearhead.layers.embed import Embedding
 from clearhead.layers.patch import PatchEmbedding
 from clearhead.layers.position import Learned, Learned2D
@@ -411,6 +412,7 @@ def _plain_copy(net: Net) -> Net:
     in the place of every fused kernel.
     """
     net = copy.deepcopy(net).to("cpu", torch.float32).eval()
+    drop_compiled(net)
     for tap in taps(net).values():
         tap.listeners = ()
     for kernel in net.modules():
