@@ -424,7 +424,7 @@ def test_trec():
     assert corpus.splits == ("train", "valid", "test")
     assert corpus.count("train") + corpus.count("valid") == 5452
     assert corpus.count("test") == 500
-    records = list(corpus.records("train"))
+    records = list(open_corpus("trec", split=0).records("train"))
     assert {r["label"] for r in records} == {"ABBR", "DESC", "ENTY", "HUM", "LOC", "NUM"}
     assert records[0]["text"] == "How did serfdom develop in and then leave Russia ?"
     assert "sister city" in records[65]["text"]

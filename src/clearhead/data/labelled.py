@@ -228,9 +228,9 @@ def label_number(value: Any, labels: tuple[str, ...], where: str) -> int:
     if number is None:
         shown = ", ".join(labels[:12]) + (", ..." if len(labels) > 12 else "")
         raise ClearheadError(
-            f'{where} of what validates or tests: its label "{name}" does not occur in the '
-            "training data."
-            f"{did_you_mean(name, labels)} Labels: {shown}."
+            f'{where}: the label "{name}" does not occur in the training data.'
+            f"{did_you_mean(name, labels)} Labels: {shown}. What validates and tests can only have "
+            "labels that are trained."
         )
     return number
 
