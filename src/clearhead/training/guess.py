@@ -72,6 +72,7 @@ def _language(corpus: Corpus, length_said: bool) -> dict[str, Any]:
             "n_layers": layers,
             "d_model": width,
             "n_heads": width // 32,
+            "d_ff": -(-8 * width // 96) * 32,  # 8/3 of the width, in whole vectors
             "max_len": context,
             "dropout": 0.2 if often else 0.0,
             "variant": {"kind": "variant", "qk_norm": True},
