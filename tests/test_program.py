@@ -428,12 +428,23 @@ def test_small_operations(lanes, threads):
     facts["seen"] = seen.data_ptr()
     slots = torch.zeros(2, 3, 7, 16)
     facts |= dict(zip(("k_row", "k_head", "k_key"), slots.stride(), strict=False))
-    told = torch.tensor([facts[name] for name in FACTS])
+    own, lies = torch.arange(2), torch.tensor([[0, 0, 0, 5], [0, 25, 0, 0]])
     new = torch.randn(2, 3, 16)
+    facts |= {"lies": lies.data_ptr(), "lies_row": 32, "lies_key": 8}
+    facts |= {"k_row": 16, "k_key": 0}  # slots that a table names: row 1 has 21 of them before it
+    told = torch.tensor([facts[name] for name in FACTS])
+    call("put", new, slots, told, *[0] * 3, 2, 0, threads)
+    assert slots[0, :, 5].equal(new[0])
+    assert slots[1, :, 4].equal(new[1])
+    assert slots.count_nonzero() == new.numel()
+
+    facts |= {"lies": own.data_ptr(), "lies_row": 8, "lies_key": 0}
+    facts |= {"k_row": slots.stride(0), "k_key": 16}
+    told = torch.tensor([facts[name] for name in FACTS])
     call("put", new, slots, told, *[0] * 3, 2, 0, threads)
     assert slots[0, :, 3].equal(new[0])
     assert slots[1, :, 1].equal(new[1])
-    assert slots.count_nonzero() == new.numel()
+    assert slots.count_nonzero() == 2 * new.numel()
 
     rotary = ch.build("llama", **SIZES | {"d_ff": 96}).net.stack.kinds[0].rotary
     cos, sin = rotary.angles(torch.arange(9).unsqueeze(0), torch.float32)

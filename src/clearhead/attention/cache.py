@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from clearhead.attention.positions import Positions
+from clearhead.attention.shared import Shared
 from clearhead.errors import require
 
 
@@ -204,18 +205,31 @@ class KV(State):
         self.k, self.v = (self._filled_rows(buffer, each) for buffer in (self.k, self.v))
         self.bare = True
 
-    def move(self, lies: Int[Tensor, "n size"]) -> None:
-        """Every slot in use to its row, from the row where it lies."""
-        now = lies[:, : self.slots.used]
-        if now.equal(now[:, :1].expand_as(now)):
-            self.select(lies[:, 0])  # whole rows
-            return
-        numbers = torch.arange(now.shape[1], device=now.device)
+    def grow(self, size: int) -> None:
+        """Have so many slots."""
         for name in ("k", "v"):
             old = getattr(self, name)
-            new = old.new_zeros((len(lies), *old.shape[1:]))
-            new[:, :, : len(numbers)] = old[now, :, numbers].transpose(1, 2)
+            new = old.new_empty((*old.shape[:2], size, old.shape[3]))
+            new[:, :, : old.shape[2]] = old
             setattr(self, name, new)
+
+    def leave(self, homes: Int[Tensor, " kept"]) -> None:
+        """Keep these homes with all of their slots."""
+        super().select(homes)
+
+    def part(self, shared: Shared) -> None:
+        """Give every row a copy of what it shares with others."""
+        used = self.slots.used
+        homes, table = shared.homes, shared.table[:, :used]
+        if shared.size == self.slots.size and shared.in_order(used):
+            self.select(homes)
+            return
+        for name in ("k", "v"):
+            old = getattr(self, name)
+            new = old.new_zeros((len(homes), old.shape[1], self.slots.size, old.shape[3]))
+            new[:, :, :used] = old[homes.unsqueeze(1), :, table].transpose(1, 2)
+            setattr(self, name, new)
+        self.bare = False
 
     def _filled_rows(
         self, buffer: Float[Tensor, "b g size d"], each: Int[Tensor, " n"]
@@ -240,9 +254,6 @@ class CrossKV(State):
 class Cache:
     """All that one decode remembers: made by `new_cache`, owned by the caller."""
 
-    lies: Int[Tensor, "rows size"] | None = None
-    """In which row of the buffers each slot of a row is, if not in its own: see `reorder`."""
-
     def __init__(
         self,
         rows: int,
@@ -253,7 +264,7 @@ class Cache:
     ) -> None:
         self.kinds, self.states, self.cross = list(kinds), list(states), list(cross)
         self.memory = memory  # what `encode` returned, for decoders that look at a source
-        self.lies = None  # its own, so that `restore` brings it back
+        self.shared: Shared | None = None  # where rows find what they share: see `reorder`
         self.ends: tuple[int, ...] = (0,) * rows
         self.peaks = self.ends  # the furthest each row ever stood: what a ring overwrote stays lost
 
@@ -286,7 +297,8 @@ class Cache:
     def begin(self, at: Positions, follow: bool = False) -> list[Positions]:
         """Make room for a call's tokens; returns, for each kind of layer, where its keys stand.
 
-        `follow`: the caller finds keys and values by `lies`, so they need not be gathered.
+        `follow`: the caller finds keys and values by `shared`, so that rows need no copies; it has
+        called `make_room`, and has one new token a row.
         """
         require(
             at.pos.shape[0] in (1, self.rows),
@@ -300,6 +312,8 @@ class Cache:
             slots.check_room(at)
         if not follow:
             self.gather()
+        elif self.shared is not None:
+            self.shared.place(at.pos.expand(self.rows, -1)[:, 0])
         keys = [slots.begin(at) for slots in self.kinds]
         now = at.row_ends(self.rows)
         self.ends = tuple(max(old, new) for old, new in zip(self.ends, now, strict=True))
@@ -310,9 +324,8 @@ class Cache:
         """Row i becomes what row rows[i] was; with several beams, rows stay inside their source.
 
         Rows on a CPU are checked; to look at those on another device would mean to wait for it.
-        There keys and values stay where they are, if they can: `lies` says in which row of the
-        buffers each slot of a row is, until the next call of somebody who cannot follow that
-        (`begin`), or `gather`.
+        There keys and values stay where they are, if they can: `shared` says where, until the next
+        call of somebody who cannot follow that (`begin`), or `gather`.
         """
         beams = self._beams()
         if rows.device.type == "cpu":
@@ -320,9 +333,6 @@ class Cache:
         self._select_rows(rows)
         if beams == 1:
             self._select_sources(rows)
-        states: list[Any] = self.states
-        if self.lies is not None and 2 * len(rows) <= len(states[0].k):
-            self.gather()  # half of the memory is free then
 
     def fan_out(self, beams: int, device: torch.device | str | None = None) -> None:
         """Every row becomes so many, one behind the other, that share its source."""
@@ -330,14 +340,26 @@ class Cache:
         if beams > 1:
             self._select_rows(torch.arange(self.rows, device=device).repeat_interleave(beams))
 
+    def make_room(self) -> None:
+        """See that rows that share their past have a slot for one token more."""
+        if self.shared is None:
+            return
+        slots = self.kinds[0]
+        before, size = (
+            self.shared.size,
+            self.shared.make_room(slots.where[:, : slots.used] >= 0),
+        )
+        if size > before:
+            for state in self._kv():
+                state.grow(size)
+
     def gather(self) -> None:
         """Bring keys and values to the rows that they belong to."""
-        if self.lies is None:
+        if self.shared is None:
             return
-        lies, self.lies = self.lies, None
-        for state in self.states:
-            assert isinstance(state, KV)
-            state.move(lies)
+        shared, self.shared = self.shared, None
+        for state in self._kv():
+            state.part(shared)
 
     def keep(self, sources: Int[Tensor, " n"]) -> None:
         """Keep these sources with all their beams, and drop the rest (finished ones)."""
@@ -347,7 +369,6 @@ class Cache:
         steps = torch.arange(beams, device=sources.device)
         self._select_rows((sources.unsqueeze(1) * beams + steps).flatten())
         self._select_sources(sources)
-        self.gather()
 
     def trim(self, ends: int | Sequence[int]) -> None:
         """Go back: every row, or each row by itself, forgets its positions from `ends` on."""
@@ -394,11 +415,8 @@ class Cache:
         )
 
     def _select_rows(self, rows: Int[Tensor, " n"]) -> None:
-        if self._can_wait(rows):
-            own, used = torch.arange(len(rows), device=rows.device).unsqueeze(1), self.kinds[0].used
-            size = self.kinds[0].size
-            before = rows.unsqueeze(1).expand(-1, size) if self.lies is None else self.lies[rows]
-            self.lies = torch.where(torch.arange(size, device=rows.device) < used, before, own)
+        if self._can_share(rows):
+            self._share(rows)
         else:
             self.gather()
             for state in self.states:
@@ -413,19 +431,30 @@ class Cache:
             self.ends = tuple(self.ends[i] for i in order)
             self.peaks = tuple(self.peaks[i] for i in order)
 
-    def _can_wait(self, rows: Int[Tensor, " n"]) -> bool:
-        """Whether slots can stay where they are: new ones must be new to all rows, and have room in
-        a row of their own.
-        """
+    def _can_share(self, rows: Int[Tensor, " n"]) -> bool:
+        """Whether rows that become alike can have one copy; else each has its own."""
         if rows.device.type != "cpu" or not all(type(state) is KV for state in self.states):
             return False
-        states: list[Any] = self.states
+        states = self._kv()
         return (
-            len({slots.size for slots in self.kinds}) == 1
-            and all(slots.reach is None and slots.even for slots in self.kinds)
-            and len(rows) <= len(states[0].k)
+            (self.shared is not None or len(rows.unique()) < len(rows))
+            and all(slots.reach is None for slots in self.kinds)
+            and len({(state.slots.size, *state.k.shape[1:]) for state in states}) == 1
             and not any(state.k.requires_grad or state.v.requires_grad for state in states)
         )
+
+    def _share(self, rows: Int[Tensor, " n"]) -> None:
+        if self.shared is None:
+            slots, own = self.kinds[0], torch.arange(self.rows)
+            self.shared = Shared(own, self.rows, slots.size, slots.used)
+        self.shared.select(rows)
+        if 2 * len(self.shared.homes.unique()) <= self.shared.count:
+            kept = self.shared.leave()  # half of the memory is free then
+            for state in self._kv():
+                state.leave(kept)
+
+    def _kv(self) -> list[KV]:
+        return [state for state in self.states if isinstance(state, KV)]
 
     def _select_sources(self, sources: Int[Tensor, " n"]) -> None:
         for state in self.cross:

@@ -63,11 +63,10 @@ class Program:
             or self._watched().heard()
         ):
             return None
-        if not at.dense:
-            cache.gather()  # a new key may be in the place of another row's
         seen = _seen(at, cache)
         if seen is None:
             return None
+        cache.make_room()
         marks = self._marks(cache)
         known = self._lists.get(cache)
         if known is None or known.marks != marks:
@@ -77,8 +76,9 @@ class Program:
             lengths = None if memory is None else self._lengths[memory]
             known = self._lists[cache] = StepCalls(self.stack, cache, self._marks(cache), lengths)
         cache.begin(at, follow=True)
-        for state in cache.states:
-            state.settle()
+        if cache.shared is None:
+            for state in cache.states:
+                state.settle()
         return known.run(x, seen, cache)
 
     def _known_sources(self, memory: Memory | None, cache: Cache) -> bool:

@@ -95,19 +95,26 @@ def _turn_pair(f: Function, start: Any, tables: tuple[Any, Any], pair: tuple[Any
         f.store(value, f.add(start, at))
 
 
+def key_place(f: Function, facts: dict[str, Any], number: Any) -> Any:
+    """Where a key lies, in bytes from the start of the buffers; `facts["table"]` is where the table
+    has its row.
+    """
+    start = f.load(f.add(facts["table"], f.times(number, facts["lies_key"])), I64, 8)
+    return f.times(f.add(f.times(start, facts["k_row"]), f.times(number, facts["k_key"])), 4)
+
+
 def _put(f: Function) -> None:
     """(new, slots, facts, 0, 0, 0, rows): [rows, heads, d] go to where each row's last key is."""
-    new, slots, facts, _, _, _, _, _, first, last = f.args
-    d, k_row, k_head, k_key = (_fact(f, facts, n) for n in ("d", "k_row", "k_head", "k_key"))
-    own = f.b.sdiv(_fact(f, facts, "heads"), _fact(f, facts, "group"))
-    lanes = f.shape.lanes
+    new, slots, told, _, _, _, _, _, first, last = f.args
+    facts = {name: _fact(f, told, name) for name in FACTS[:-1]}
+    d, own = facts["d"], f.b.sdiv(facts["heads"], facts["group"])
     with f.loop(first, last) as row:
-        slot = f.times(f.add(seen_by(f, facts, row), -1), k_key)
-        place = f.add(slots, f.times(f.add(slot, f.times(row, k_row)), 4))
+        facts["table"] = f.add(facts["lies"], f.times(row, facts["lies_row"]))
+        place = f.add(slots, key_place(f, facts, f.add(seen_by(f, told, row), -1)))
         with f.loop(f.const(0), own) as head:
             start = f.add(new, f.times(f.times(f.add(f.times(row, own), head), d), 4))
-            to = f.add(place, f.times(f.times(head, k_head), 4))
-            with f.loop(f.const(0), f.times(d, 4), 4 * lanes) as at:
+            to = f.add(place, f.times(f.times(head, facts["k_head"]), 4))
+            with f.loop(f.const(0), f.times(d, 4), 4 * f.shape.lanes) as at:
                 f.store(f.floats(f.add(start, at)), f.add(to, at))
 
 

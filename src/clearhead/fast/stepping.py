@@ -23,7 +23,7 @@ from clearhead.fast.calls import Calls, bits
 from clearhead.fast.compile import ARGUMENTS, FACTS
 from clearhead.layers.stack import Stack
 
-MOST, ASKED, LIES = (FACTS.index(name) for name in ("most", "queries", "lies"))
+MOST, ASKED, LIES, STEP = (FACTS.index(name) for name in ("most", "queries", "lies", "k_row"))
 THREADS = 1 + 8  # where a call of attention has them
 
 
@@ -39,13 +39,14 @@ class StepCalls(Calls):
         self.attending: list[int] = []  # where the threads of attention to the past stand
         self.known: list[int] = []  # where keys and values were
         states: list[Any] = list(cache.states)
-        self.layers, self.sizes = len(stack.blocks), [state.k.shape[2] for state in states]
+        self.layers, self.sizes = len(stack.blocks), [state.slots.size for state in states]
         self.seen, self.own = array("q", [0] * self.rows), own_rows(self.rows)
         self.kept.append(own_rows(cache.memory.rows) if cache.memory is not None else None)
         self.facts = [
             _facts(block.self_attn, state, self.seen, 1)
             for block, state in zip(stack.blocks, cache.states, strict=True)
         ]
+        self.strides = [state.k.stride()[:3] for state in states]
         self.sources: list[array[int]] = []
         if lengths is not None and cache.memory is not None:
             beams = self.rows // cache.memory.rows
@@ -62,10 +63,7 @@ class StepCalls(Calls):
         ctypes.memmove(self.stream.data_ptr(), x.data_ptr(), x.nbytes)
         self.seen[:] = array("q", seen)
         keys = max(seen)
-        lies = self._lies(cache)
-        for facts in self.facts:
-            facts[MOST] = keys
-            facts[LIES : LIES + 3] = lies
+        table = self._find_keys(cache, keys)
         states: list[Any] = [*cache.states, *cache.cross]
         now = [place for s in states for place in (s.k.data_ptr(), s.v.data_ptr())]
         if now != self.known:
@@ -78,16 +76,30 @@ class StepCalls(Calls):
                 self.list[place] = threads
         start, size = self.list.buffer_info()
         self.steps["run"](start, size // (1 + ARGUMENTS), *[0] * 8)
+        del table
         out = torch.empty_like(x)
         ctypes.memmove(out.data_ptr(), self.stream.data_ptr(), out.nbytes)
         return out
 
-    def _lies(self, cache: Cache) -> array[int]:
-        """Where the table of keys is, and its steps."""
-        if cache.lies is None:
-            return array("q", (self.own.buffer_info()[0], self.own.itemsize, 0))
-        size = cache.lies.element_size()
-        return array("q", (cache.lies.data_ptr(), size * cache.lies.stride(0), size))
+    def _find_keys(self, cache: Cache, keys: int) -> Tensor | None:
+        """Tell attention how many keys there are at most, and where; to be kept while it is used.
+
+        A key is in its row at the place of its number; or a table has for each where it is,
+        counted in slots from the start of the buffers.
+        """
+        shared, flat = cache.shared, None
+        lies = array("q", (self.own.buffer_info()[0], self.own.itemsize, 0))
+        if shared is not None:
+            first: Any = cache.states[0]
+            heads, size = first.k.shape[1:3]
+            flat = shared.table[:, :keys] + (shared.homes * (heads * size)).unsqueeze(1)
+            lies = array("q", (flat.data_ptr(), flat.element_size() * keys, flat.element_size()))
+        for facts, (row, head, key) in zip(self.facts, self.strides, strict=True):
+            facts[MOST] = keys
+            facts[LIES : LIES + 3] = lies
+            steps = (row, head, key) if shared is None else (key, head, 0)
+            facts[STEP : STEP + 3] = array("q", steps)
+        return flat
 
     # -- attention
 

@@ -84,12 +84,6 @@ def _attend(f: Function) -> None:
             _weighted_sum(f, ends, share, facts)
 
 
-def _key(f: Function, facts: dict[str, Any], number: Any) -> Any:
-    """Where a key of this row lies, in bytes from the start of the buffer."""
-    row = f.load(f.add(facts["table"], f.times(number, facts["lies_key"])), I64, 8)
-    return f.times(f.add(f.times(row, facts["k_row"]), f.times(number, facts["k_key"])), 4)
-
-
 def _scores(f: Function, places: tuple[Any, ...], facts: dict[str, Any], scale: Any) -> Any:
     """q . k * scale for every key, some keys at a time, and the largest of them."""
     q, keys, values, weights = places
@@ -97,7 +91,7 @@ def _scores(f: Function, places: tuple[Any, ...], facts: dict[str, Any], scale: 
     most = f.variable(F32, ir.Constant(F32, -math.inf))
 
     def some(first: Any, count: int) -> None:
-        at = [f.add(keys, _key(f, facts, f.add(first, j))) for j in range(count)]
+        at = [f.add(keys, rows.key_place(f, facts, f.add(first, j))) for j in range(count)]
         totals = [f.variable(f.vector) for _ in at]
         with f.loop(f.const(0), f.times(facts["d"], 4), LINE) as line:
             for key in at:  # its value is needed as soon as all scores are there
@@ -132,7 +126,7 @@ def _weighted_sum(
         sums = [f.variable(f.vector) for _ in range(vectors)]
         with f.loop(f.const(0), facts["keys"]) as j:
             weight = f.everywhere(f.load(f.add(weights, f.times(j, 4)), F32, 4))
-            value = f.add(values, _key(f, facts, j), f.times(first, 4))
+            value = f.add(values, rows.key_place(f, facts, j), f.times(first, 4))
             for i, place in enumerate(sums):
                 numbers = f.floats(f.add(value, 4 * lanes * i))
                 f.b.store(f.fma(weight, numbers, f.b.load(place, typ=f.vector)), place)
