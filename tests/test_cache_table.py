@@ -139,6 +139,37 @@ def test_a_row_fans_out():
         cache.fan_out(0)
 
 
+def test_slots_that_are_reserved_are_used_before_homes_grow():
+    net = make_fast(plain("pre", PAIRS), "fp32")
+    memory = net.encode(ids(2, 7), Positions.ragged([7, 4]))
+    cache, other = net.new_cache(memory, 12), net.new_cache(memory, 12, 3)
+    cache.reserve(24)
+    cache.fan_out(1)  # stays what it is
+    start = ids(2, 1)
+    net.decode(start, cache=cache)
+    cache.fan_out(3)
+    net.decode(start.repeat_interleave(3, 0), cache=other)
+    place = cache.states[0].k.data_ptr()
+    for i in range(11):  # nothing is dropped: 3 rows need 3 x 11 slots and one that they share
+        step = ids(6, 1, seed=i)
+        close("fp32", net.decode(step, cache=cache), net.decode(step, cache=other))
+    assert cache.states[0].k.data_ptr() == place
+    cache.gather()
+    other.gather()
+    for mine, its in zip(cache.states, other.states, strict=True):
+        assert mine.k.shape == its.k.shape
+        close("fp32", mine.k, its.k)
+
+
+def test_slots_are_not_reserved_where_nothing_is_shared():
+    config = {"n_layers": 1, "d_model": 32, "n_heads": 2, "vocab_size": 50, "max_len": 64}
+    net = ch.build("llama", variant={"kind": "variant", "window": 4}, **config).net
+    cache = net.new_cache(2, 30)
+    before = cache.nbytes
+    cache.reserve(20)
+    assert cache.nbytes == before  # a ring
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_what_beams_drop_is_written_over(name):
     net = make_fast(plain(name), "fp32")

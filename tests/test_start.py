@@ -60,3 +60,23 @@ def test_freed_memory_is_kept():
     given_back, kept = map(int, said.split())
     assert given_back > 10_000
     assert kept < 100
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system's list of mappings is read")
+def test_what_llvm_does_not_need_any_more_is_given_back():
+    pytest.importorskip("llvmlite", reason="the extra fast (llvmlite) is not installed")
+    said = in_new_process(
+        "import torch\n"
+        "from clearhead.fast import compile as compiled\n"
+        "def code():\n"
+        "    with open('/proc/self/smaps') as file: lines = iter(file.read().splitlines())\n"
+        "    return sum(int(next(l for l in lines if l.startswith('Rss:')).split()[1])\n"
+        "               for line in lines if 'libllvmlite' in line and ' r-xp ' in line)\n"
+        "import llvmlite.binding\n"
+        "before = code(); compiled.steps()\n"
+        "after = code(); compiled.product('fp32')\n"  # what was given back is there when called
+        "print(before, after)"
+    )
+    before, after = map(int, said.split())
+    assert before > 1_000
+    assert after < before / 4

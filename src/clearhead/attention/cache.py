@@ -205,13 +205,14 @@ class KV(State):
         self.k, self.v = (self._filled_rows(buffer, each) for buffer in (self.k, self.v))
         self.bare = True
 
-    def grow(self, size: int) -> None:
-        """Have so many slots."""
+    def grow(self, size: int, used: int) -> None:
+        """Have so many slots, of which the first are used."""
         for name in ("k", "v"):
             old = getattr(self, name)
             new = old.new_empty((*old.shape[:2], size, old.shape[3]))
-            new[:, :, : old.shape[2]] = old
+            new[:, :, :used] = old[:, :, :used]
             setattr(self, name, new)
+        self.bare = True
 
     def leave(self, homes: Int[Tensor, " kept"]) -> None:
         """Keep these homes with all of their slots."""
@@ -340,6 +341,14 @@ class Cache:
         if beams > 1:
             self._select_rows(torch.arange(self.rows, device=device).repeat_interleave(beams))
 
+    def reserve(self, tokens: int) -> None:
+        """Give every row slots for so many tokens more, before it is read and becomes several
+        (`fan_out`): to find out later that they are needed takes old and new ones at once.
+        """
+        if self._may_share():
+            for state in self._kv():
+                state.grow(state.slots.size + tokens, state.slots.used)
+
     def make_room(self) -> None:
         """See that rows that share their past have a slot for one token more."""
         if self.shared is None:
@@ -351,7 +360,7 @@ class Cache:
         )
         if size > before:
             for state in self._kv():
-                state.grow(size)
+                state.grow(size, before)
 
     def gather(self) -> None:
         """Bring keys and values to the rows that they belong to."""
@@ -431,22 +440,27 @@ class Cache:
             self.ends = tuple(self.ends[i] for i in order)
             self.peaks = tuple(self.peaks[i] for i in order)
 
-    def _can_share(self, rows: Int[Tensor, " n"]) -> bool:
-        """Whether rows that become alike can have one copy; else each has its own."""
-        if rows.device.type != "cpu" or not all(type(state) is KV for state in self.states):
+    def _may_share(self) -> bool:
+        """Whether rows could have keys and values in common."""
+        if not self.states or not all(type(state) is KV for state in self.states):
             return False
         states = self._kv()
         return (
-            (self.shared is not None or len(rows.unique()) < len(rows))
-            and all(slots.reach is None for slots in self.kinds)
+            all(state.k.is_cpu and state.slots.reach is None for state in states)
             and len({(state.slots.size, *state.k.shape[1:]) for state in states}) == 1
             and not any(state.k.requires_grad or state.v.requires_grad for state in states)
         )
 
+    def _can_share(self, rows: Int[Tensor, " n"]) -> bool:
+        """Whether rows that become alike can have one copy; else each has its own."""
+        alike = self.shared is not None or len(rows.unique()) < len(rows)
+        return rows.device.type == "cpu" and self._may_share() and alike
+
     def _share(self, rows: Int[Tensor, " n"]) -> None:
         if self.shared is None:
             slots, own = self.kinds[0], torch.arange(self.rows)
-            self.shared = Shared(own, self.rows, slots.size, slots.used)
+            size = self._kv()[0].k.shape[2]
+            self.shared = Shared(own, self.rows, size, slots.used)
         self.shared.select(rows)
         if 2 * len(self.shared.homes.unique()) <= self.shared.count:
             kept = self.shared.leave()  # half of the memory is free then

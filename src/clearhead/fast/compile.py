@@ -24,6 +24,7 @@ import torch
 
 from clearhead import __version__
 from clearhead.errors import require
+from clearhead.memory import let_go
 from clearhead.paths import cache_folder
 
 MISSING = "Fast products take llvmlite, which is not installed: pip install 'clearhead[fast]'."
@@ -173,6 +174,7 @@ def _engine(code: bytes) -> Any:
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
+    let_go("libllvmlite")
     return engine
 
 

@@ -8,7 +8,8 @@ A number of x is spread over the lanes and multiplied with the weights of as man
 nothing is added across lanes, and each load is used several times. Weights lie in rows, as the
 network has them: a panel is turned (and unpacked) into a buffer in the nearest caches, once for
 some dozens of rows of x, while the memory fetches the next one. To lay them so once and for all
-would be 5 % quicker, and take their memory again.
+would be 5 % quicker, and take their memory again. Tiles of x are turned as well, once for all
+panels of a thread.
 
 Differs from a library's product: a row of x goes through the same additions however many rows there
 are, from `formats.MANY` on.
@@ -39,8 +40,8 @@ class _Panel:
 
     turned: Any
     """Where its weights are, [depth, columns]."""
-    first: Any
-    """Where the part begins in a row of x."""
+    laid: Any
+    """Where the tiles of x are."""
     depth: Any
     """How long it is."""
     start: Any
@@ -57,8 +58,9 @@ def write_panels(f: Function) -> None:
     """The product for the strips from `first` to before `last`."""
     _, w, scales, bias, out, m, n, k, first, last = f.args
     columns = VECTORS * f.shape.lanes
-    turned, beside, begin = (
-        room(f, count) for count in (DEPTH * columns, HEIGHT * columns, columns)
+    turned, beside, begin, laid = (
+        room(f, count)
+        for count in (DEPTH * columns, HEIGHT * columns, columns, HEIGHT * DEPTH + SQUARE)
     )
     left = f.times(first, STRIP)
     right = f.least(f.times(last, STRIP), n)
@@ -67,6 +69,7 @@ def write_panels(f: Function) -> None:
         top, end = (f.b.sdiv(f.times(m, f.add(floor, i)), floors) for i in (0, 1))
         rows = f.b.sub(end, top)
         depth = f.least(f.b.sub(k, deep), f.const(DEPTH))
+        _lay(f, f.add(deep, f.times(top, k)), rows, depth, laid)
         with f.loop(left, right, columns) as column:
             count = f.least(f.b.sub(right, column), f.const(columns))
             at = f.add(f.times(column, k), deep)
@@ -81,7 +84,7 @@ def write_panels(f: Function) -> None:
             place = f.b.select(full, to, beside)
             step = f.times(f.b.select(full, n, f.const(columns)), 4)
             later = f.add(w, f.size(f.add(at, f.times(k, columns))))
-            panel = _Panel(turned, f.add(deep, f.times(top, k)), depth, place, step, begin, later)
+            panel = _Panel(turned, laid, depth, place, step, begin, later)
             _tiles(f, panel, rows, f.b.icmp_signed("==", deep, f.const(0)))
             done = f.b.icmp_signed(">=", f.add(deep, DEPTH), k)
             with f.b.if_then(f.b.and_(done, f.b.not_(full))):
@@ -160,16 +163,50 @@ def transposed(f: Function, rows: list[Any]) -> list[Any]:
 # --- tiles ---
 
 
-def _tiles(f: Function, panel: _Panel, rows: Any, begins: Any) -> None:
-    """All rows of x over a panel, in tiles as even as can be; each asks for a part of the next
-    panel.
+def _lay(f: Function, first: Any, rows: Any, depth: Any, to: Any) -> None:
+    """A part of the length of some rows of x, from this number of it on, as tiles: number by
+    number, those of all rows of a tile beside each other. (Rows stand some power of 2 apart as a
+    rule, where the nearest cache has few places for them.)
     """
-    most = f.shape.tile
-    count = f.b.sdiv(f.add(rows, most - 1), f.const(most))
+    x, k, most = f.args[0], f.args[7], f.shape.tile
+    eights, lefts = f.in_vectors_of(SQUARE), range(0, most, SQUARE)
+    with f.loop(f.const(0), _count_tiles(f, rows)) as number:
+        low, high = _tile_ends(f, rows, number)
+        tile, last = f.add(to, f.times(number, 4 * most * DEPTH)), f.add(high, -1)
+        starts = [
+            f.add(x, f.times(f.add(first, f.times(f.least(f.add(low, i), last), k)), 4))
+            for i in range(lefts[-1] + SQUARE)
+        ]
+        with f.loop(f.const(0), depth, SQUARE) as at:
+            squares = [
+                transposed(f, [eights.floats(f.add(row, f.times(at, 4))) for row in own])
+                for own in (starts[left : left + SQUARE] for left in lefts)
+            ]
+            # What a vector has beyond its tile is written over by the next one.
+            for i, left in product(range(SQUARE), lefts):
+                place = f.add(f.times(f.add(at, i), most), left)
+                f.store(squares[left // SQUARE][i], f.add(tile, f.times(place, 4)))
+
+
+def _count_tiles(f: Function, rows: Any) -> Any:
+    return f.b.sdiv(f.add(rows, f.shape.tile - 1), f.const(f.shape.tile))
+
+
+def _tile_ends(f: Function, rows: Any, number: Any) -> tuple[Any, Any]:
+    """The first row of a tile, and one past its last: tiles are as even as can be."""
+    count = _count_tiles(f, rows)
+    first, last = (f.b.sdiv(f.times(rows, f.add(number, i)), count) for i in (0, 1))
+    return first, last
+
+
+def _tiles(f: Function, panel: _Panel, rows: Any, begins: Any) -> None:
+    """All tiles of x over a panel; each asks for a part of the next panel."""
+    most, count = f.shape.tile, _count_tiles(f, rows)
     with f.loop(f.const(0), count) as number:
-        first, last = (f.b.sdiv(f.times(rows, f.add(number, i)), count) for i in (0, 1))
+        first, last = _tile_ends(f, rows, number)
         ask = _asker(f, panel, number, count)
-        cases = {n: partial(_tile, f, n, first, panel, begins, ask) for n in range(1, most + 1)}
+        x = f.add(panel.laid, f.times(number, 4 * most * DEPTH))
+        cases = {n: partial(_tile, f, n, x, first, panel, begins, ask) for n in range(1, most + 1)}
         f.choose(f.b.sub(last, first), cases, lambda: None)
 
 
@@ -194,19 +231,23 @@ def _asker(f: Function, panel: _Panel, number: Any, count: Any) -> Callable[[Any
 
 
 def _tile(
-    f: Function, rows: int, first: Any, panel: _Panel, begins: Any, ask: Callable[[Any], None]
+    f: Function,
+    rows: int,
+    x: Any,
+    first: Any,
+    panel: _Panel,
+    begins: Any,
+    ask: Callable[[Any], None],
 ) -> None:
     """Sums of `rows` rows of x from `first` on, added to the bias or to those of the parts before:
     a chain of additions is no longer than a part.
     """
-    depth = f.args[7]
-    xs = [
-        f.add(f.args[0], f.times(f.add(panel.first, f.times(f.add(first, i), depth)), 4))
-        for i in range(rows)
-    ]
+    xs = [f.add(x, 4 * i) for i in range(rows)]
     outs = [f.add(panel.start, f.times(f.add(first, i), panel.row)) for i in range(rows)]
     step = 4 * f.shape.lanes
-    found = multiplied(f, xs, (panel.turned, VECTORS * step), panel.depth, VECTORS, ask)
+    found = multiplied(
+        f, xs, (panel.turned, VECTORS * step), panel.depth, VECTORS, ask, 4 * f.shape.tile
+    )
     for out, own in zip(outs, found, strict=True):
         before = f.b.select(begins, panel.bias, out)
         for i, total in enumerate(own):

@@ -157,6 +157,8 @@ def prefill(
             f"There are {memory.rows} sources and {len(prompts)} prompts: one for each.",
         )
         cache = net.new_cache(memory, room)
+    if beams > 1:
+        cache.reserve(max(limits))
     device = next(net.parameters()).device
     rest = [row[n:] for row, n in zip(prompts, known, strict=True)]
     ids, at = pad_rows(rest, device, known)
