@@ -144,7 +144,6 @@ def test_slots_that_are_reserved_are_used_before_homes_grow():
     memory = net.encode(ids(2, 7), Positions.ragged([7, 4]))
     cache, other = net.new_cache(memory, 12), net.new_cache(memory, 12, 3)
     cache.reserve(24)
-    cache.fan_out(1)  # stays what it is
     start = ids(2, 1)
     net.decode(start, cache=cache)
     cache.fan_out(3)
@@ -159,6 +158,51 @@ def test_slots_that_are_reserved_are_used_before_homes_grow():
     for mine, its in zip(cache.states, other.states, strict=True):
         assert mine.k.shape == its.k.shape
         close("fp32", mine.k, its.k)
+
+
+def test_slots_can_be_reserved_while_rows_share_their_past():
+    net = make_fast(plain("llama"), "fp32")
+    caches = net.new_cache(2, 20), net.new_cache(2, 20)
+    for i in range(10):
+        given = ids(caches[0].rows, 1, seed=i)
+        close("fp32", *(net.decode(given, cache=own) for own in caches))
+        if i == 1:
+            for own in caches:
+                own.fan_out(3)
+        if i == 5:
+            caches[0].reserve(1)
+        if i == 7:
+            for own in caches:
+                own.trim([5, 6, 6, 5, 6, 6])
+
+
+def test_homes_that_could_not_grow_grow_later(monkeypatch):
+    net = make_fast(plain("llama"), "fp32")
+    caches = net.new_cache(1, 12), net.new_cache(1, 12)
+    for own in caches:
+        net.decode(ids(1, 1), cache=own)
+        own.fan_out(4)
+    grow, calls = type(caches[0].states[1]).grow, []
+
+    def full(self, *given):
+        calls.append(given)
+        if len(calls) == 2:
+            raise MemoryError
+        grow(self, *given)
+
+    for i in range(9):
+        given = ids(4, 1, seed=i)
+        expected = net.decode(given, cache=caches[1])
+        if not calls:
+            with monkeypatch.context() as patch:
+                patch.setattr(type(caches[0].states[1]), "grow", full)
+                try:
+                    close("fp32", net.decode(given, cache=caches[0]), expected)
+                    continue
+                except MemoryError:
+                    pass
+        close("fp32", net.decode(given, cache=caches[0]), expected)
+    assert len(calls) == 2
 
 
 def test_slots_are_not_reserved_where_nothing_is_shared():

@@ -9,7 +9,8 @@ a CPU; `CLEARHEAD_RETURN_MEMORY=1` in the environment forbids it. Where there is
 happens.
 
 LLVM's library has 180 MB, of which the loading of some kilobytes of code reads a quarter: `let_go`
-takes that from the process. What is read again comes from the system's copy of the file.
+takes that from the process; the system's copy of the file stays, from which what is called again
+comes.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def let_go(library: str) -> None:
     memory until it is called again. Code alone: it is what its file has, and nobody changed it.
     """
     try:
-        maps = Path("/proc/self/maps").read_text().splitlines()
+        maps = Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines()
         madvise = ctypes.CDLL(None).madvise
     except (OSError, AttributeError):  # another system: it stays
         return

@@ -2,7 +2,8 @@
 
 A `Cache` holds one `State` a layer, and one `Slots` for each kind of layer that knows where every
 slot stands. The token at position p is kept in slot p (full), or in slot p modulo the size (ring,
-where a window lets the past be forgotten). So every row is compact however ragged the prompts were,
+where a window lets the past be forgotten), or, in rows that share their past, where `shared` says.
+So every row is compact however ragged the prompts were,
 and going back is forgetting positions.
 
     cache.begin(at)      once a call: where the new tokens go        full    0 1 2 3 4 5 . .
@@ -207,12 +208,10 @@ class KV(State):
 
     def grow(self, size: int, used: int) -> None:
         """Have so many slots, of which the first are used."""
-        for name in ("k", "v"):
-            old = getattr(self, name)
-            new = old.new_empty((*old.shape[:2], size, old.shape[3]))
-            new[:, :, :used] = old[:, :, :used]
-            setattr(self, name, new)
-        self.bare = True
+        rows, heads, _, d = self.k.shape
+        k, v = (old.new_empty((rows, heads, size, d)) for old in (self.k, self.v))
+        k[:, :, :used], v[:, :, :used] = self.k[:, :, :used], self.v[:, :, :used]
+        self.k, self.v, self.bare = k, v, True
 
     def leave(self, homes: Int[Tensor, " kept"]) -> None:
         """Keep these homes with all of their slots."""
@@ -345,6 +344,7 @@ class Cache:
         """Give every row slots for so many tokens more, before it is read and becomes several
         (`fan_out`): to find out later that they are needed takes old and new ones at once.
         """
+        self.gather()
         if self._may_share():
             for state in self._kv():
                 state.grow(state.slots.size + tokens, state.slots.used)
@@ -354,13 +354,10 @@ class Cache:
         if self.shared is None:
             return
         slots = self.kinds[0]
-        before, size = (
-            self.shared.size,
-            self.shared.make_room(slots.where[:, : slots.used] >= 0),
-        )
-        if size > before:
-            for state in self._kv():
-                state.grow(size, before)
+        size = self.shared.make_room(slots.where[:, : slots.used] >= 0)
+        for state in self._kv():
+            if state.k.shape[2] < size:  # of each, or one that failed before would stay small
+                state.grow(size, state.k.shape[2])
 
     def gather(self) -> None:
         """Bring keys and values to the rows that they belong to."""
@@ -453,8 +450,11 @@ class Cache:
 
     def _can_share(self, rows: Int[Tensor, " n"]) -> bool:
         """Whether rows that become alike can have one copy; else each has its own."""
-        alike = self.shared is not None or len(rows.unique()) < len(rows)
-        return rows.device.type == "cpu" and self._may_share() and alike
+        return (
+            rows.device.type == "cpu"  # first: whoever asks another device for its rows waits
+            and self._may_share()
+            and (self.shared is not None or len(rows.unique()) < len(rows))
+        )
 
     def _share(self, rows: Int[Tensor, " n"]) -> None:
         if self.shared is None:

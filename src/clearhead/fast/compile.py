@@ -255,7 +255,7 @@ def _address(function: Any) -> int:
 def _loaded() -> list[str]:
     """The OpenMP libraries of this process, torch's own first."""
     try:
-        maps = Path("/proc/self/maps").read_text()
+        maps = Path("/proc/self/maps").read_text(errors="surrogateescape")
     except OSError:  # another system: threads are not used there
         return []
     paths = [line.split(maxsplit=5)[5] for line in maps.splitlines() if line.count("/")]

@@ -9,7 +9,7 @@ nothing is added across lanes, and each load is used several times. Weights lie 
 network has them: a panel is turned (and unpacked) into a buffer in the nearest caches, once for
 some dozens of rows of x, while the memory fetches the next one. To lay them so once and for all
 would be 5 % quicker, and take their memory again. Tiles of x are turned as well, once for all
-panels of a thread.
+panels of a thread; it needs some 400 KB of stack (OMP_STACKSIZE, if that was made smaller).
 
 Differs from a library's product: a row of x goes through the same additions however many rows there
 are, from `formats.MANY` on.
@@ -57,6 +57,7 @@ class _Panel:
 def write_panels(f: Function) -> None:
     """The product for the strips from `first` to before `last`."""
     _, w, scales, bias, out, m, n, k, first, last = f.args
+    assert HEIGHT % f.shape.tile == 0  # or the tiles of x would not have room
     columns = VECTORS * f.shape.lanes
     turned, beside, begin, laid = (
         room(f, count)

@@ -3,7 +3,7 @@
     q k v -> put into the cache -> attend to all that it holds
     norm -> q -> attend to the source -> out -> add
 
-Keys and values, which beams move at every step, are looked up each time.
+Where keys and values are, which a search may change, is looked up each time.
 """
 
 from __future__ import annotations

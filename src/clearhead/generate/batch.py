@@ -139,7 +139,7 @@ def prefill(
 ) -> tuple[Cache, Float[Tensor, "rows v"]]:
     """A cache that has read the prompts, with room for so many tokens more, and what may follow.
 
-    Each prompt has `beams` rows, one behind the other: it is read once, and they are copies.
+    Each prompt has `beams` rows, one behind the other: it is read once, and they share that.
     `prefixes`: what was read before and need not be read again; nothing is taken from there
     while somebody listens at a tap, who may change what is read.
     """
@@ -157,8 +157,9 @@ def prefill(
             f"There are {memory.rows} sources and {len(prompts)} prompts: one for each.",
         )
         cache = net.new_cache(memory, room)
-    if beams > 1:
-        cache.reserve(max(limits))
+    decoder = net if memory is None else net.decoder
+    if beams > 1 and getattr(decoder.stack, "step", None) is not None:
+        cache.reserve(max(limits))  # four beams need about twice what one does
     device = next(net.parameters()).device
     rest = [row[n:] for row, n in zip(prompts, known, strict=True)]
     ids, at = pad_rows(rest, device, known)
