@@ -3,8 +3,7 @@
 A `Cache` holds one `State` a layer, and one `Slots` for each kind of layer that knows where every
 slot stands. The token at position p is kept in slot p (full), or in slot p modulo the size (ring,
 where a window lets the past be forgotten), or, in rows that share their past, where `shared` says.
-So every row is compact however ragged the prompts were,
-and going back is forgetting positions.
+So every row is compact however ragged the prompts were, and going back is forgetting positions.
 
     cache.begin(at)      once a call: where the new tokens go        full    0 1 2 3 4 5 . .
     state.update(k, v)   in every layer: write, give all to see      ring    6 7 2 3 4 5

@@ -31,8 +31,9 @@ MISSING = "Fast products take llvmlite, which is not installed: pip install 'cle
 ARGUMENTS = 10  # of every compiled function
 # What attention is told, each in 8 bytes: its heads; where the number of keys that the first row
 # sees stands, how many bytes behind it that of the next (0: one number for all), and the most of
-# these; a table with the row of the buffers in which a row's key lies, and the bytes from a row of
-# the table and from a key to the next; and the steps from one number to the next.
+# these; a table with the row of the buffers in which a row's key lies (of rows that share their
+# past: the slot, counted over all rows; then k_row is the step of a slot, and k_key 0), and the
+# bytes from a row of the table and from a key to the next; and the steps between numbers.
 FACTS = (
     *("heads", "group", "d", "seen", "each", "most", "queries"),
     *("lies", "lies_row", "lies_key"),
