@@ -118,8 +118,9 @@ def _turn(f: Function, own: tuple[Any, Any], count: Any, depth: Any, to: Any) ->
     starts = [f.times(row, f.least(f.const(i), last)) for i in range(columns)]
     rows = [(f.add(w, f.size(i)), f.add(scales, f.times(f.groups(i), 4))) for i in starts]
     eights = f.in_vectors_of(SQUARE)
+    # Line by line of a few rows: the nearest cache has no places for those of all.
     with f.loop(f.const(0), depth, GROUP) as k:
-        for part, first in product(range(GROUP // SQUARE), range(0, columns, SQUARE)):
+        for first, part in product(range(0, columns, SQUARE), range(GROUP // SQUARE)):
             which = range(part, part + 1)
             square = [unpacked(eights, *one, k, which)[0] for one in rows[first : first + SQUARE]]
             for i, vector in enumerate(transposed(f, square)):
