@@ -7,7 +7,6 @@ A name is imported from its module when it is first used (PEP 562), so that `imp
 from __future__ import annotations
 
 import importlib
-import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,12 +22,6 @@ if TYPE_CHECKING:
     from clearhead.training.run import train as train
 
 __version__ = "0.1.0"
-
-# Threads of OpenMP (those of PyTorch) that wait for one another spin for milliseconds before they
-# sleep: where another process wants the cores, it waits for nothing but waiting. This much is ample
-# between two steps of a model. PyTorch reads it when it is loaded. (benchmarks/crowded.py)
-if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
-    os.environ["GOMP_SPINCOUNT"] = "10000"
 
 # Literal on purpose: it can be read at a glance, and a test holds it against the block above.
 _HOME = {

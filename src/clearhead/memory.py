@@ -8,6 +8,7 @@ of the largest. It is asked for by training, by the commands, and by a model tha
 a CPU; `CLEARHEAD_RETURN_MEMORY=1` in the environment forbids it. Where there is no glibc nothing
 happens.
 
+What a task leaves that is done once, such as compiling, goes back all the same: `give_back`. And
 LLVM's library has 180 MB, of which the loading of some kilobytes of code reads a quarter: `let_go`
 takes that from the process; the system's copy of the file stays, from which what is called again
 comes.
@@ -15,8 +16,10 @@ comes.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import gc
 import os
 import sys
 from pathlib import Path
@@ -36,6 +39,15 @@ def keep_freed_memory() -> bool:
     except (OSError, AttributeError):  # another C library
         return False
     return bool(mallopt(MMAP_MAX, 0) and mallopt(TRIM_THRESHOLD, NEVER))
+
+
+def give_back() -> None:
+    """Give freed memory back to the system, also where it is otherwise kept; what only refers to
+    itself is freed first.
+    """
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # another C library: it decides by itself
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def let_go(library: str) -> None:

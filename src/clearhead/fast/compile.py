@@ -24,7 +24,7 @@ import torch
 
 from clearhead import __version__
 from clearhead.errors import require
-from clearhead.memory import let_go
+from clearhead.memory import give_back, let_go
 from clearhead.paths import cache_folder
 
 MISSING = "Fast products take llvmlite, which is not installed: pip install 'clearhead[fast]'."
@@ -213,6 +213,7 @@ def _kept(path: Path, form: str, shape: Any, machine: Any) -> bytes:
     what = others.get(form, f"the {form} product")
     tell(f"compiling {what} for this processor, once")
     code = compiled_code(form, shape, machine)
+    give_back()  # some 40 MB, of which the work that waits would else be the more
     if _sources() != BEGUN:  # an upgrade or an edit meanwhile: who knows what wrote this
         return code
     with contextlib.suppress(OSError):  # a disk that cannot be written to costs time, no more
