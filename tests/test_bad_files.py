@@ -87,7 +87,7 @@ def test_settings_file_that_is_none(content, message, saved):
 
 def test_settings_file_of_another_version(saved):
     rewrite(saved, format="clearhead/9")
-    with refused("its format is 'clearhead/9', not 'clearhead/1'"):
+    with refused("its format is 'clearhead/9', not one of 'clearhead/1', "):
         load_model(saved)
     refused_load(saved, "clearhead/9|not supported")
 

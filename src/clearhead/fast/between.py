@@ -20,7 +20,7 @@ from torch import Tensor
 from clearhead.attention.softmax import Heads, Keys, Pattern, Softmax
 from clearhead.attention.view import View
 from clearhead.fast import compile as compiled
-from clearhead.fast.formats import scratch_bytes
+from clearhead.fast.formats import WHOLE, scratch_bytes
 from clearhead.fast.linear import SMALL, FastLinear
 from clearhead.layers.ffn import ACTIVATIONS
 
@@ -143,7 +143,7 @@ class Joint:
         out = x.new_empty(rows * total)
         threads = 1 if rows * total * k < SMALL else compiled.threads()
         scratch = None
-        if first.form == "int8":
+        if first.form in WHOLE:
             scratch = x.new_empty(scratch_bytes(rows, k), dtype=torch.uint8)
         place = 0 if scratch is None else scratch.data_ptr()
         table = self.table()

@@ -24,6 +24,7 @@ import torch
 
 from clearhead import __version__
 from clearhead.errors import require
+from clearhead.fast.formats import WHOLE
 from clearhead.memory import give_back, let_go
 from clearhead.paths import cache_folder
 
@@ -85,8 +86,6 @@ class Product:
     """(x, w, scales, bias, out, m, n, k, threads, scratch), addresses and sizes."""
     several: Any
     """(x, table, count, 0, out, m, 0, k, threads, scratch): several products of one x."""
-    unpack: Any
-    """(w, scales, out, n, k); int8 has none, whose product takes any number of rows."""
     owner: Any
     """What keeps the code in memory."""
 
@@ -139,10 +138,9 @@ BEGUN = _sources()  # as this process found them
 def loaded(form: str, code: bytes) -> Product:
     """The functions of a product in compiled code."""
     engine = _engine(code)
-    ends = ("", "_several", "_unpack")
-    run, several, unpack = (engine.get_function_address(form + end) for end in ends)
-    ten, five = (ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * n) for n in (10, 5))
-    return Product(ten(run), ten(several), five(unpack) if unpack else None, engine)
+    run, several = (engine.get_function_address(form + end) for end in ("", "_several"))
+    ten = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * ARGUMENTS)
+    return Product(ten(run), ten(several), engine)
 
 
 def functions(module: str, code: bytes) -> dict[str, Any]:
@@ -181,14 +179,14 @@ def _engine(code: bytes) -> Any:
 
 def _text(form: str, shape: Any) -> str:
     """LLVM's text for a format, for the steps or for what learns."""
-    from clearhead.fast import emit, integers, learning, steps
+    from clearhead.fast import emit, integers, learning, nibbles, steps
 
     if form in ("steps", "learning"):
         return {"steps": steps, "learning": learning}[form].write_module(form, shape)
-    if form != "int8":
+    if form not in WHOLE:
         return emit.write_module(form, shape)
     narrow = replace(shape, lanes=8) if shape.dot == "sign" else shape  # as AVX2 has it
-    return integers.write_module(form, narrow)
+    return {"int8": integers, "int4": nibbles}[form].write_module(form, narrow)
 
 
 def compiled_code(form: str, shape: Any, machine: Any) -> bytes:

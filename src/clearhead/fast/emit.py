@@ -1,7 +1,7 @@
 """The products y = x W^T + b as vector instructions, written for LLVM.
 
 At a few rows of x a product is bound by memory: every weight is read once, turned into fp32 and
-multiplied with all rows, whatever it is stored as (but for int8, which has a product of its own).
+multiplied with all rows. (int8 and int4 have products of their own: `integers`, `nibbles`.)
 
     W [n, k]  a strip of 4 rows      x [m, k]  a tile of some rows
     group | group | group | ...      group | group | group | ...      sums: rows x 4 vectors
@@ -33,9 +33,8 @@ from llvmlite import ir
 from clearhead.fast import panels
 from clearhead.fast.compile import FORK, TEAM, WHO
 from clearhead.fast.formats import GROUP, MANY
-from clearhead.fast.groups import group, scale, scaled, unpacked
+from clearhead.fast.groups import group
 from clearhead.fast.words import (
-    BYTES,
     F32,
     I32,
     I64,
@@ -54,11 +53,10 @@ AHEAD = 2  # strips
 
 
 def write_module(name: str, shape: Shape) -> str:
-    """LLVM's text for one weight format (of int8: `integers`), with three functions.
+    """LLVM's text for fp32 or bf16, with two functions.
 
     <name>(x, w, scales, bias, out, m, n, k, threads, scratch)      the product, on so many threads
     <name>_several(x, table, count, 0, out, m, 0, k, threads, 0)    several products of one x
-    <name>_unpack(w, scales, out, n, k)                             W in fp32
     """
     module = ir.Module(name)
     many = Function(module, f"{name}_panels", 10, shape, name)
@@ -72,17 +70,16 @@ def write_module(name: str, shape: Shape) -> str:
     worker_of_each, each = write_each(module, strips, STRIP)
     several = Function(module, f"{name}_several", 10, shape, name)
     several.write(lambda f: write_several(f, each, worker_of_each))
-    Function(module, f"{name}_unpack", 5, shape, name).write(_unpack_all)
     return str(module)
 
 
 # --- unpacking ---
 
 
-def _unpack(f: Function, w: Any, scales: Any, out: Any, count: Any, later: Any = None) -> None:
+def _unpack(f: Function, w: Any, out: Any, count: Any, later: Any = None) -> None:
     """So many weights, whole groups, in fp32; what stands `later` bytes behind is asked for."""
     with f.loop(f.const(0), count, GROUP) as k:
-        for i, v in enumerate(unpacked(f, w, scales, k)):
+        for i, v in enumerate(group(f, w, k)):
             f.store(v, f.add(out, f.times(f.add(k, i * f.shape.lanes), 4)))
         if later is not None:
             _ask_for(f, f.add(w, f.size(k), later), GROUP)
@@ -90,7 +87,7 @@ def _unpack(f: Function, w: Any, scales: Any, out: Any, count: Any, later: Any =
 
 def _ask_for(f: Function, start: Any, weights: int) -> None:
     """Let the memory fetch so many packed weights."""
-    for line in range(0, max(int(weights * BYTES[f.form]), 1), LINE):
+    for line in range(0, weights * f.form_bytes, LINE):
         f.ask_for(f.add(start, line))
 
 
@@ -103,8 +100,6 @@ class _Strip:
 
     w: Any
     """Where its weights start."""
-    scales: Any
-    """Where its scales start."""
     n: Any
     """Its first row."""
     row: Any
@@ -134,13 +129,10 @@ def _tile(f: Function, form: str, rows: int, m: Any, strip: _Strip) -> None:
     with f.loop(f.const(0), f.b.sub(strip.last, strip.first), GROUP) as k:
         own = [4 * step for step in range(0, GROUP, f.shape.lanes)]
         xs = [[f.floats(f.add(row, f.times(k, 4), step)) for step in own] for row in xs_at]
-        totals = [_sum(f, parts) if form == "int4" else None for parts in xs]
         for j in range(STRIP):
-            ws, steps = group(f, ws_at[j], k), (None, None)
-            if scaled(f):
-                steps = scale(f, strip.scales, f.add(f.times(f.groups(strip.row), j), f.groups(k)))
+            ws = group(f, ws_at[j], k)
             for i in range(rows):
-                _accumulate(f, sums[i][j], list(zip(ws, xs[i], strict=True)), steps, totals[i])
+                _accumulate(f, sums[i][j], ws, xs[i])
         if strip.kept is None:
             _look_ahead(f, strip, k)
     if kept is None:
@@ -159,9 +151,6 @@ def _look_ahead(f: Function, strip: _Strip, k: Any) -> None:
     _ask_for(
         f, f.add(strip.w, f.size(f.add(f.times(whole, AHEAD), f.times(k, STRIP)))), STRIP * GROUP
     )
-    if scaled(f):
-        later = f.times(f.groups(f.add(f.times(whole, AHEAD), f.times(k, STRIP))), 4)
-        f.ask_for(f.add(strip.scales, later))
 
 
 def _finish(f: Function, sums: list[Any], m: Any, strip: _Strip, ends: tuple[Any, ...]) -> None:
@@ -186,25 +175,12 @@ def _keep(f: Function, sums: list[Any], kept: Any, back: bool) -> None:
             f.store(f.b.load(place, typ=f.vector), address)
 
 
-def _sum(f: Function, vectors: list[Any]) -> Any:
-    total = vectors[0]
-    for vector in vectors[1:]:
-        total = f.b.fadd(total, vector)
-    return total
-
-
-def _accumulate(
-    f: Function, place: Any, pairs: list[Any], steps: tuple[Any, Any], total: Any
-) -> None:
-    """sum += scale * (w_1 x_1 + ...) + low * (x_1 + ...), lane by lane."""
-    factor, low = steps
-    before = f.b.load(place, typ=f.vector)
-    part = before if factor is None else None
-    for w, x in pairs:
-        part = f.b.fmul(w, x) if part is None else f.fma(w, x, part)
-    if factor is not None:
-        part = f.fma(part, factor, before)
-    f.b.store(part if low is None else f.fma(low, total, part), place)
+def _accumulate(f: Function, place: Any, ws: list[Any], xs: list[Any]) -> None:
+    """sum += w_1 x_1 + ..., lane by lane."""
+    total = f.b.load(place, typ=f.vector)
+    for w, x in zip(ws, xs, strict=True):
+        total = f.fma(w, x, total)
+    f.b.store(total, place)
 
 
 # --- the functions ---
@@ -212,7 +188,7 @@ def _accumulate(
 
 def _strips(f: Function, many: ir.Function) -> None:
     """The product for the strips from `first` to before `last`; `many` is for many rows of x."""
-    _, w, scales, _, _, m, n, k, first, last = f.args
+    _, w, _, _, _, m, n, k, first, last = f.args
     with f.b.if_then(f.b.icmp_signed(">", m, f.const(MANY))):
         f.b.call(many, f.args)
         f.b.ret_void()
@@ -223,9 +199,7 @@ def _strips(f: Function, many: ir.Function) -> None:
         end = f.add(n, -STRIP)
         row = f.times(number, STRIP)
         row = f.b.select(f.b.icmp_signed("<", row, end), row, end)
-        start = f.times(row, k)
-        own = f.add(w, f.size(start)), f.add(scales, f.times(f.groups(start), 4))
-        strip = _Strip(*own, row, k, f.const(0), k)
+        strip = _Strip(f.add(w, f.size(f.times(row, k))), row, k, f.const(0), k)
         cases = {
             rows: partial(_tile, f, f.form, rows, f.const(0), strip)
             for rows in range(1, f.direct + 1)
@@ -240,15 +214,14 @@ def _parts(f: Function, strip: _Strip, buffer: Any, kept: Any) -> None:
         last = f.b.select(f.b.icmp_signed("<", last, strip.row), last, strip.row)
         if f.form == "fp32":
             w = f.add(strip.w, f.times(first, 4))
-            part = _Strip(w, strip.scales, strip.n, strip.row, first, last, kept)
+            part = _Strip(w, strip.n, strip.row, first, last, kept)
         else:
             later = f.size(f.times(strip.row, STRIP * AHEAD))
             for j in range(STRIP):
-                at = f.add(f.times(strip.row, j), first)
-                own = f.add(strip.w, f.size(at)), f.add(strip.scales, f.times(f.groups(at), 4))
+                own = f.add(strip.w, f.size(f.add(f.times(strip.row, j), first)))
                 to = f.add(buffer, 4 * j * PART)
-                _unpack(f, *own, to, f.b.sub(last, first), later)
-            part = _Strip(buffer, strip.scales, strip.n, f.const(PART), first, last, kept)
+                _unpack(f, own, to, f.b.sub(last, first), later)
+            part = _Strip(buffer, strip.n, f.const(PART), first, last, kept)
         _tiles(f, part)
 
 
@@ -352,8 +325,3 @@ def write_parts(module: ir.Module, shape: Shape, parts: Parts) -> None:
         worker.write(partial(write_worker, strips=part.function, unit=unit))
         whole = Function(module, own, 10, shape, "fp32")
         whole.write(partial(write_product, strips=part.function, worker=worker.function, unit=unit))
-
-
-def _unpack_all(f: Function) -> None:
-    w, scales, out, n, k = f.args
-    _unpack(f, w, scales, out, f.times(n, k))

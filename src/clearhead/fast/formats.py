@@ -3,14 +3,14 @@
     fp32   as they are                                            32   bits a weight
     bf16   the upper 16 bits, rounded                             16
     int8   w = scale * q, q from -127 to 127, a scale a row        8      (how they lie: `integers`)
-    int4   w = scale * q + low, q from 0 to 15, two to a byte      5
+    int4   w = scale * q + low, q from 0 to 15                     5      (how they lie: `nibbles`)
 
 Scale and low of int4 are bf16 numbers, the upper and the lower half of 32 bits. They are those of a
 few candidates with the smallest squared error in their group of 32. Rows are filled with zeros up
-to a whole number of groups (int4) or of 64 (int8, and 64 rows to a block).
+to a whole number of groups (int4) or of 64 (int8), and there are 64 of them to a block.
 
-A product with int8 rounds x, too, in groups of 64 numbers (`as_read`): then it is one of whole
-numbers.
+A product with int8 or int4 rounds x, too, in groups of 64 or 32 numbers (`as_read`): then it is one
+of whole numbers.
 """
 
 from __future__ import annotations
@@ -20,17 +20,23 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, Int
 from torch import Tensor
 
 Form = Literal["fp32", "bf16", "int8", "int4"]
 FORMS: tuple[Form, ...] = ("fp32", "bf16", "int8", "int4")
 GROUP = 32  # weights that share a scale
 MANY = 32  # rows of x; up to here products take W in strips, from there on in panels
-# int8: the number that is added to codes; numbers of x that share a scale; rows of a block, and
-# weights of each that stand together; what the length of a row is filled up to a multiple of.
-OFFSET, READ, BESIDE, QUAD, WIDTH = 128, 64, 64, 4, 64
-assert WIDTH % READ == 0  # no group of x goes over the end of a row
+WHOLE: tuple[Form, ...] = ("int8", "int4")  # whose products are of whole numbers
+READ = {
+    "int8": 64,
+    "int4": GROUP,
+}  # numbers of x that share a scale: a row has whole groups of them
+BESIDE, QUAD = 64, 4  # rows of a block, and bytes of each that stand together
+OFFSET = 128  # int8: what is added to codes
+WORDS = (
+    1 + GROUP // 8
+)  # int4: of 32 bits, that a group of a row has: its scale and low, 8 codes each
 TINY = 1e-30  # a group of x without a larger number is 0: 127 / it would not be finite
 BLOCK = 2**22  # weights that are worked on at a time
 
@@ -58,16 +64,17 @@ def unpack(stored: Tensor, scales: Tensor, form: Form, k: int) -> Float[Tensor, 
         quads = stored.unflatten(1, (-1, BESIDE, QUAD)).transpose(1, 2)  # [blocks, 64, k / 4, 4]
         rows = quads.reshape(stored.shape[0] * BESIDE, -1)
         return (rows[: len(scales), :k].float() - OFFSET) * scales
-    pairs = stored.unflatten(1, (-1, GROUP // 2))
-    whole = torch.cat((pairs & 15, pairs >> 4), dim=2).float()
-    scale, low = _split(scales)
-    return (whole * scale.unsqueeze(2) + low.unsqueeze(2)).flatten(1)[:, :k]
+    return _of_words(_rows_of_words(stored).flatten(0, 1)[: len(scales)], k)
 
 
-def as_read(x: Float[Tensor, "*b k"]) -> Float[Tensor, "*b k"]:
-    """x as a product with int8 takes it: 64 numbers of a row rounded to 255 steps."""
-    k = x.shape[-1]
-    groups = F.pad(x.float(), (0, -k % READ)).unflatten(-1, (-1, READ))
+def as_read(x: Float[Tensor, "*b k"], form: Form) -> Float[Tensor, "*b k"]:
+    """x as a product with weights of this form takes it: some numbers of a row together rounded to
+    255 steps.
+    """
+    if form not in WHOLE:
+        return x
+    k, size = x.shape[-1], READ[form]
+    groups = F.pad(x.float(), (0, -k % size)).unflatten(-1, (-1, size))
     most = groups.abs().amax(dim=-1, keepdim=True)
     steps = torch.where(
         most < TINY, 0.0, torch.full_like(most, 127) / most
@@ -76,34 +83,31 @@ def as_read(x: Float[Tensor, "*b k"]) -> Float[Tensor, "*b k"]:
 
 
 def scratch_bytes(m: int, k: int) -> int:
-    """Room for m rows of x as whole numbers, and for the scale of each group."""
-    width = -(-k // WIDTH) * WIDTH
-    facts = -(-width // READ) * 8
-    return m * (width + -(-facts // WIDTH) * WIDTH)
+    """Room for m rows of x as whole numbers, and for the facts of each group."""
+    least, most = min(READ.values()), max(READ.values())
+    facts = -(-k // least) * 8
+    return m * (-(-k // most) * most + -(-facts // BESIDE) * BESIDE)
 
 
 def plain_product(
     x: Float[Tensor, "*b k"], stored: Tensor, scales: Tensor, form: Form, bias: Tensor | None
 ) -> Float[Tensor, "*b n"]:
     """x W^T + b, by unpacking: what the compiled products are compared with."""
-    x = as_read(x) if form == "int8" else x
-    return F.linear(x, unpack(stored, scales, form, x.shape[-1]).to(x.dtype), bias)
+    weight = unpack(stored, scales, form, x.shape[-1])
+    return F.linear(as_read(x, form), weight.to(x.dtype), bias)
 
 
 def stored_as(form: Form, n: int, k: int) -> dict[str, tuple[torch.dtype, tuple[int, int]]]:
     """Type and shape of what `pack` gives for a matrix of this shape."""
-    groups = -(-k // GROUP)
+    blocks = -(-n // BESIDE)
     return {
         "fp32": {"weight": (torch.float32, (n, k))},
         "bf16": {"weight": (torch.bfloat16, (n, k))},
         "int8": {
-            "weight": (torch.uint8, (-(-n // BESIDE), -(-k // WIDTH) * WIDTH * BESIDE)),
+            "weight": (torch.uint8, (blocks, -(-k // READ["int8"]) * READ["int8"] * BESIDE)),
             "scales": (torch.float32, (n, 1)),
         },
-        "int4": {
-            "weight": (torch.uint8, (n, groups * GROUP // 2)),
-            "scales": (torch.int32, (n, groups)),
-        },
+        "int4": {"weight": (torch.int32, (blocks, -(-k // GROUP) * WORDS * BESIDE))},
     }[form]
 
 
@@ -111,14 +115,14 @@ def _pack_rows(weight: Float[Tensor, "n k"], form: Form) -> tuple[Tensor, Tensor
     if form == "int8":
         scales = weight.abs().amax(dim=1) / 127
         q = codes(weight, scales, 127)
-        q = F.pad(q, (0, -q.shape[1] % WIDTH, 0, -len(q) % BESIDE)) + OFFSET
+        q = F.pad(q, (0, -q.shape[1] % READ["int8"], 0, -len(q) % BESIDE)) + OFFSET
         blocks = q.to(torch.uint8).unflatten(0, (-1, BESIDE)).unflatten(2, (-1, QUAD))
         return blocks.transpose(1, 2).flatten(1), scales.unsqueeze(1)
     groups = -(-weight.shape[1] // GROUP)
     w = F.pad(weight, (0, groups * GROUP - weight.shape[1])).unflatten(1, (groups, GROUP))
     scale, low = find_range(w)
     q = codes(w - low.unsqueeze(2), scale, 15, 0)
-    return pair_up(q), joined(scale, low)
+    return in_blocks(q, scale, low), weight.new_empty(len(weight), 0)
 
 
 def codes(w: Tensor, scale: Tensor, high: int, low: int | None = None) -> Tensor:
@@ -127,10 +131,33 @@ def codes(w: Tensor, scale: Tensor, high: int, low: int | None = None) -> Tensor
     return (w * steps).round().clamp(-high if low is None else low, high)
 
 
-def pair_up(q: Float[Tensor, "n g size"]) -> UInt8[Tensor, "n bytes"]:
-    """Two codes of int4 to a byte: those of a group's first half below, of its second above."""
-    first, second = q.to(torch.uint8).split(GROUP // 2, dim=2)
-    return (first | (second << 4)).flatten(1)
+def in_blocks(
+    q: Float[Tensor, "n g size"], scale: Float[Tensor, "n g"], low: Float[Tensor, "n g"]
+) -> Int[Tensor, "blocks words"]:
+    """Codes of int4, and what they are codes of, as they are stored.
+
+    [block, group, word, row]: word 0 is scale and low; in the next ones a byte has codes i and
+    i + 4 of eight, the first one below.
+    """
+    eights = q.to(torch.uint8).unflatten(2, (-1, 2, QUAD))  # [n, g, 4, 2, 4]
+    pairs = (eights[..., 0, :] | (eights[..., 1, :] << 4)).contiguous()
+    both = scale.view(torch.int32) | (low.view(torch.int32) >> 16 & 0xFFFF)
+    words = torch.cat((both.unsqueeze(2), pairs.view(torch.int32).squeeze(3)), dim=2)
+    words = F.pad(words, (0, 0, 0, 0, 0, -len(words) % BESIDE)).unflatten(0, (-1, BESIDE))
+    return words.permute(0, 2, 3, 1).flatten(1)
+
+
+def _rows_of_words(stored: Int[Tensor, "blocks all"]) -> Int[Tensor, "blocks rows g words"]:
+    """The words of each row."""
+    return stored.view(len(stored), -1, WORDS, BESIDE).permute(0, 3, 1, 2)
+
+
+def _of_words(words: Int[Tensor, "n g words"], k: int) -> Float[Tensor, "n k"]:
+    """The weights of some rows."""
+    scale, low = _split(words[:, :, 0])
+    pairs = words[:, :, 1:].contiguous().view(torch.uint8).unflatten(2, (-1, 1, QUAD))
+    whole = torch.cat((pairs & 15, pairs >> 4), dim=3).flatten(2).float()
+    return (whole * scale.unsqueeze(2) + low.unsqueeze(2)).flatten(1)[:, :k]
 
 
 def find_range(
@@ -155,11 +182,6 @@ def find_range(
     return scales, lows
 
 
-def joined(scale: Float[Tensor, "*n"], low: Float[Tensor, "*n"]) -> Int[Tensor, "*n"]:
-    """Two numbers that are bf16 as one of 32 bits."""
-    return scale.view(torch.int32) | (low.view(torch.int32) >> 16 & 0xFFFF)
-
-
 def _split(both: Int[Tensor, "*n"]) -> tuple[Float[Tensor, "*n"], Float[Tensor, "*n"]]:
     return (both >> 16 << 16).view(torch.float32), (both << 16).view(torch.float32)
 
@@ -174,8 +196,11 @@ def look_up_rows(
     """Some rows of the weights in fp32."""
     flat = ids.flatten()
     if form == "int8":
-        quads = stored.unflatten(1, (-1, BESIDE, QUAD))[flat // BESIDE, :, flat % BESIDE]
-        found = (quads.flatten(1)[:, :k].float() - OFFSET) * scales.index_select(0, flat)
-        return found.unflatten(0, ids.shape)
-    stored, scales = stored.index_select(0, flat), scales.index_select(0, flat)
-    return unpack(stored, scales, form, k).unflatten(0, ids.shape)
+        quads = stored.view(torch.int32).view(len(stored), -1, BESIDE)
+        found = quads.transpose(1, 2)[flat // BESIDE, flat % BESIDE].view(torch.uint8)
+        found = (found[:, :k].float() - OFFSET) * scales.index_select(0, flat)
+        return found.view(*ids.shape, k)
+    if form == "int4":
+        found = _of_words(_rows_of_words(stored)[flat // BESIDE, flat % BESIDE], k)
+        return found.view(*ids.shape, k)
+    return stored.index_select(0, flat).float().view(*ids.shape, k)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from clearhead.layers.ffn import FFN, GatedFFN
 from clearhead.layers.stack import Kind, Stack
 from clearhead.tap import taps
 
+LISTENERS = attrgetter("listeners")
+
 
 class Watch:
     """What of a stack is looked at before each call; its modules as they are now."""
@@ -26,13 +29,14 @@ class Watch:
         modules = list(stack.modules())
         self._taps = list(taps(stack).values())
         self._hooks = [h for m in modules for h in (m._forward_hooks, m._forward_pre_hooks)]
-        self._norms = [m for m in modules if isinstance(m, (nn.LayerNorm, nn.RMSNorm))]
+        norms = [m for m in modules if isinstance(m, (nn.LayerNorm, nn.RMSNorm))]
+        self._norms = [norm._parameters for norm in norms]
         self._linears = [m for m in modules if isinstance(m, FastLinear)]
 
     def heard(self) -> bool:
         """Whether somebody looks into the blocks."""
         everywhere = module._global_forward_hooks or module._global_forward_pre_hooks
-        listened = any(tap.listeners for tap in self._taps) or any(self._hooks)
+        listened = any(map(LISTENERS, self._taps)) or any(self._hooks)
         return listened or bool(everywhere)
 
     def writable(self) -> bool:
@@ -43,8 +47,7 @@ class Watch:
 
     def norm_weights(self) -> list[Tensor]:
         """Those of all norms."""
-        both = [p for norm in self._norms for p in norm._parameters.values()]
-        return [p for p in both if p is not None]
+        return [p for own in self._norms for p in own.values() if p is not None]
 
 
 def _here(weight: Tensor) -> bool:

@@ -20,6 +20,7 @@ from clearhead.fast import compile as compiled
 from clearhead.fast.formats import (
     BESIDE,
     GROUP,
+    WHOLE,
     Form,
     as_read,
     look_up_rows,
@@ -105,7 +106,7 @@ class FastLinear(nn.Module):
         ends = out.data_ptr(), rows, n, k
         threads = 1 if rows * n * k < SMALL else compiled.threads()
         run = compiled.product(self.form).run
-        if self.form == "int8":
+        if self.form in WHOLE:
             scratch = x.new_empty(scratch_bytes(rows, k), dtype=torch.uint8)
             run(x.data_ptr(), *self.addresses, *ends, threads, scratch.data_ptr())
         else:
@@ -117,7 +118,7 @@ class FastLinear(nn.Module):
         require(not (x.requires_grad and torch.is_grad_enabled()), NO_GRADIENTS)
         if self.form == "fp32":
             return F.linear(x, self.weight, self.bias)
-        x = as_read(x) if self.form == "int8" else x
+        x = as_read(x, self.form)
         out = x.new_empty((*x.shape[:-1], self.out_features))
         height = max(BLOCK // self.in_features // BESIDE, 1) * BESIDE
         for first in range(0, self.out_features, height):
@@ -129,14 +130,8 @@ class FastLinear(nn.Module):
     def _unpacked(self, rows: slice) -> Float[Tensor, "n k"]:
         """Some rows of the weights in fp32."""
         weight, scales, _ = self.tensors
-        lie = slice(rows.start // BESIDE, rows.stop // BESIDE) if self.form == "int8" else rows
-        weight, scales = weight[lie], scales[rows]
-        if not self.here or self.form == "int8":
-            return unpack(weight, scales, self.form, self.in_features)
-        out = weight.new_empty((len(weight), self.in_features), dtype=torch.float32)
-        addresses = (tensor.data_ptr() for tensor in (weight, scales, out))
-        compiled.product(self.form).unpack(*addresses, len(weight), self.in_features)
-        return out
+        lie = slice(rows.start // BESIDE, rows.stop // BESIDE) if self.form in WHOLE else rows
+        return unpack(weight[lie], scales[rows], self.form, self.in_features)
 
     def plain(self, x: Float[Tensor, "*b k"]) -> Float[Tensor, "*b n"]:
         """The slow twin."""

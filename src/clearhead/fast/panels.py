@@ -24,7 +24,7 @@ from itertools import product
 from typing import Any
 
 from clearhead.fast.formats import GROUP
-from clearhead.fast.groups import unpacked
+from clearhead.fast.groups import group
 from clearhead.fast.words import F32, I64, LINE, STRIP, Function
 
 VECTORS = 2  # of outputs in a panel
@@ -56,7 +56,7 @@ class _Panel:
 
 def write_panels(f: Function) -> None:
     """The product for the strips from `first` to before `last`."""
-    _, w, scales, bias, out, m, n, k, first, last = f.args
+    _, w, _, bias, out, m, n, k, first, last = f.args
     assert HEIGHT % f.shape.tile == 0  # or the tiles of x would not have room
     columns = VECTORS * f.shape.lanes
     turned, beside, begin, laid = (
@@ -74,8 +74,7 @@ def write_panels(f: Function) -> None:
         with f.loop(left, right, columns) as column:
             count = f.least(f.b.sub(right, column), f.const(columns))
             at = f.add(f.times(column, k), deep)
-            own = f.add(w, f.size(at)), f.add(scales, f.times(f.groups(at), 4))
-            _turn(f, own, count, depth, turned)
+            _turn(f, f.add(w, f.size(at)), count, depth, turned)
             with f.loop(f.const(0), count) as i:
                 one = f.load(f.add(bias, f.times(f.add(column, i), 4)), F32, 4)
                 f.store(one, f.add(begin, f.times(i, 4)))
@@ -111,18 +110,17 @@ def _give(f: Function, beside: Any, out: Any, sizes: tuple[Any, Any, int]) -> No
 # --- panels ---
 
 
-def _turn(f: Function, own: tuple[Any, Any], count: Any, depth: Any, to: Any) -> None:
+def _turn(f: Function, w: Any, count: Any, depth: Any, to: Any) -> None:
     """Rows of W as columns in fp32; where rows are missing the last one stands again."""
-    w, scales = own
     row, columns, last = f.args[7], VECTORS * f.shape.lanes, f.add(count, -1)
     starts = [f.times(row, f.least(f.const(i), last)) for i in range(columns)]
-    rows = [(f.add(w, f.size(i)), f.add(scales, f.times(f.groups(i), 4))) for i in starts]
+    rows = [f.add(w, f.size(i)) for i in starts]
     eights = f.in_vectors_of(SQUARE)
     # Line by line of a few rows: the nearest cache has no places for those of all.
     with f.loop(f.const(0), depth, GROUP) as k:
         for first, part in product(range(0, columns, SQUARE), range(GROUP // SQUARE)):
             which = range(part, part + 1)
-            square = [unpacked(eights, *one, k, which)[0] for one in rows[first : first + SQUARE]]
+            square = [group(eights, one, k, which)[0] for one in rows[first : first + SQUARE]]
             for i, vector in enumerate(transposed(f, square)):
                 place = f.times(f.add(k, SQUARE * part + i), columns)
                 f.store(vector, f.add(to, f.times(f.add(place, first), 4)))
@@ -216,11 +214,11 @@ def _asker(f: Function, panel: _Panel, number: Any, count: Any) -> Callable[[Any
     """What asks for a line of the next panel, this tile's part of it in even steps: a processor
     that is asked for many at once waits for them.
     """
-    columns, row = VECTORS * f.shape.lanes, int(f.form_bytes * DEPTH)
+    columns, row = VECTORS * f.shape.lanes, f.form_bytes * DEPTH
     joined = f.b.icmp_signed("==", panel.depth, f.args[7])  # rows stand behind each other
     whole = f.times(f.b.select(joined, f.size(panel.depth), f.const(row)), columns)
     start = f.b.sdiv(f.times(whole, number), count)
-    step = f.add(f.b.sdiv(f.const(int(f.form_bytes * columns)), count), 1)
+    step = f.add(f.b.sdiv(f.const(f.form_bytes * columns), count), 1)
     apart = f.size(f.args[7])
 
     def ask(k: Any) -> None:

@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from clearhead.fast.formats import GROUP, codes, find_range, joined, pair_up
+from clearhead.fast.formats import GROUP, codes, find_range, in_blocks
 
 ROWS, LENGTH, SEED = 32, 128, 0  # of the text
 DAMPED = 0.01  # part of the mean of H's diagonal that is added to it
@@ -59,11 +59,11 @@ def second_moments(
 
 def round_to_int4(
     weight: Float[Tensor, "n k"], moments: Float[Tensor, "k k"]
-) -> tuple[UInt8[Tensor, "n bytes"], Int[Tensor, "n g"]]:
-    """Codes and scales, as `formats.pack` gives them; k is a whole number of groups."""
+) -> tuple[Int[Tensor, "blocks words"], Tensor]:
+    """What `formats.pack` gives; k is a whole number of groups."""
     w = weight.detach().float().T.contiguous()  # a column of the matrix is a row here
     factor = _factor(moments)
-    all_codes, scales = [], []
+    all_codes, scales, lows = [], [], []
     for start in range(0, len(w), GROUP):
         stop = start + GROUP
         scale, low = find_range(w[start:stop].T[:, None], moments.diagonal()[start:stop])
@@ -75,8 +75,10 @@ def round_to_int4(
             w[j + 1 : stop] -= factor[j, j + 1 : stop, None] * lost[i]
         w[stop:] -= factor[start:stop, stop:].T @ lost
         all_codes.append(group.T)
-        scales.append(joined(scale, low))
-    return pair_up(torch.stack(all_codes, dim=1)), torch.cat(scales, dim=1)
+        scales.append(scale)
+        lows.append(low)
+    found = torch.stack(all_codes, dim=1), torch.cat(scales, dim=1), torch.cat(lows, dim=1)
+    return in_blocks(*found), weight.new_empty(len(weight), 0)
 
 
 def _factor(moments: Float[Tensor, "k k"]) -> Float[Tensor, "k k"]:

@@ -10,14 +10,12 @@ from typing import Any, Literal
 
 from llvmlite import ir
 
-from clearhead.fast.formats import GROUP
-
 F32, I8, I16, I32, I64 = ir.FloatType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))
 POINTER, VOID = ir.PointerType(), ir.VoidType()
 STRIP = 4  # rows of W that are worked on together
 LINE = 64  # bytes that the memory delivers at once
 MAGIC = 3 << 22  # from here to 2^24, fp32 has the whole numbers alone
-BYTES = {"fp32": 4.0, "bf16": 2.0, "int4": 0.5}  # of a weight; int8 has blocks of its own
+BYTES = {"fp32": 4, "bf16": 2}  # of a weight; int8 and int4 have blocks of their own
 
 
 @dataclass(frozen=True)
@@ -75,18 +73,12 @@ class Function:
 
     def size(self, count: Any) -> Any:
         """The bytes of so many packed weights."""
-        if self.form == "int4":
-            return self.b.lshr(count, self.const(1))
-        return self.times(count, int(BYTES[self.form]))
+        return self.times(count, self.form_bytes)
 
     @property
-    def form_bytes(self) -> float:
+    def form_bytes(self) -> int:
         """The bytes of a packed weight."""
         return BYTES[self.form]
-
-    def groups(self, count: Any) -> Any:
-        """The groups of so many weights."""
-        return self.b.lshr(count, self.const(GROUP.bit_length() - 1))
 
     @property
     def direct(self) -> int:

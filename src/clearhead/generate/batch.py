@@ -22,7 +22,7 @@ from clearhead.attention.positions import Positions
 from clearhead.errors import require
 from clearhead.generate.prefix import Prefixes
 from clearhead.generate.row import Row, Step, choose_rows
-from clearhead.generate.sampling import NO_NUMBERS, Sampling
+from clearhead.generate.sampling import NO_NUMBERS, Sampling, largest_are_numbers
 from clearhead.layers.stack import Memory
 from clearhead.tap import taps
 
@@ -174,10 +174,7 @@ def prefill(
 
 def check_logits(logits: Tensor) -> None:
     """Refuse to choose from what cannot be compared; -inf, a token that is ruled out, can."""
-    require(
-        bool(logits.amax(dim=-1).isfinite().all()),
-        NO_NUMBERS,
-    )
+    require(largest_are_numbers(logits), NO_NUMBERS)
 
 
 def check_prompts(prompts: Rows, max_len: int) -> None:

@@ -31,7 +31,7 @@ from clearhead.weights.files import (
     read_settings,
     single_file,
 )
-from clearhead.weights.folder import FORMAT, PACKED, WEIGHTS, model_inside
+from clearhead.weights.folder import FORMATS, WEIGHTS, model_inside
 from clearhead.weights.gguf import describe_gguf
 from clearhead.weights.hf import hf_config, inside_folder
 from clearhead.weights.llama2c import load_llama2c
@@ -123,7 +123,7 @@ def _in_file(name: str, path: Path) -> Target:
 def _in_folder(name: str, folder: Path) -> Target:
     description = read_settings(folder)
     names, weights = read_headers(folder)
-    if description.get("format") in (FORMAT, PACKED):
+    if description.get("format") in FORMATS:
         settings = description.get("config", {})
         where = f"{folder.name}/config.json"
         config = family(str(description.get("family"))).Config.from_dict(settings, where=where)

@@ -4,8 +4,8 @@ check.
 config.json          {"format": "clearhead/1", "family": "gpt2", "config": {...}}
 model.safetensors    every parameter once (aliases are left out)
 
-A model whose linear layers are packed has the format "clearhead/3" and says "form": "int8"; its
-file has their codes and scales (`fast.formats`).
+A model whose linear layers are packed says "form": "int8" and has a format of its own; its file has
+their codes and scales (`fast.formats`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ from clearhead.models.base import Net
 from clearhead.models.family import FamilyConfig, check_depth, family
 from clearhead.weights.convert import NONE, Faults, fill
 
-FORMAT, PACKED = "clearhead/1", "clearhead/3"
-OLDER = "clearhead/2"  # packed, with another layout of int8
+FORMAT = "clearhead/1"
+# Of packed weights: another one whenever a form lies otherwise than before.
+PACKED = {"bf16": "clearhead/3", "int8": "clearhead/3", "int4": "clearhead/4"}
+FORMATS = (FORMAT, *sorted(set(PACKED.values())))
+OLDER = ("clearhead/2", "clearhead/3")  # of int8 and of int4
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 LABELS = "labels.json"
 COMPANIONS = ("generation_config.json", "preprocessor_config.json", LABELS)
@@ -74,7 +77,8 @@ def save_model(
     }
     if packed := packed_tensors(net):
         tensors |= packed
-        description |= {"format": PACKED, "form": form_of(net)}
+        form = form_of(net)
+        description |= {"format": PACKED[str(form)], "form": form}
     with whole_folder(folder, OWN_FILES) as new:
         save_file(tensors, new / WEIGHTS, metadata={"format": "pt"})
         if beside is not None:
@@ -86,15 +90,16 @@ def load_model(folder: str | Path) -> tuple[Net, FamilyConfig]:
     """The network and settings of a folder that `save_model` wrote."""
     folder = Path(folder)
     description = read_config(folder)
+    kind, form = description.get("format"), description.get("form")
     require(
-        description.get("format") != OLDER,
+        kind not in OLDER or PACKED.get(str(form), kind) == kind != OLDER[0],
         f"{folder} was packed by an older version, which laid weights out otherwise: run clearhead "
         "quantise again on the model that it was made from.",
     )
     require(
-        description.get("format") in (FORMAT, PACKED),
-        f"{folder / CONFIG} is not a Clearhead model (its format is {description.get('format')!r}, "
-        f"not {FORMAT!r} or {PACKED!r}).",
+        kind in FORMATS,
+        f"{folder / CONFIG} is not a Clearhead model (its format is {kind!r}, not one of "
+        f"{', '.join(map(repr, FORMATS))}).",
     )
     config = family(str(description.get("family"))).Config.from_dict(
         description.get("config"), where=f"{folder.name}/{CONFIG}"
@@ -102,8 +107,8 @@ def load_model(folder: str | Path) -> tuple[Net, FamilyConfig]:
     tensors = read_safetensors(folder / WEIGHTS)
     check_depth(config, len(tensors), str(folder / CONFIG))
     net = config.outline()
-    if description["format"] == PACKED:
-        tensors = take_packed(net, description.get("form"), tensors, str(folder))
+    if kind != FORMAT:
+        tensors = take_packed(net, form, tensors, str(folder))
     return _filled(net, tensors), config
 
 
