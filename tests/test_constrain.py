@@ -11,9 +11,10 @@ import torch
 
 import tiny
 from clearhead.errors import ClearheadError
-from clearhead.generate.constrain import Constraint, token_bytes
+from clearhead.generate.constrain import Constraint
 from clearhead.generate.decode import Sampling, decode_tokens
 from clearhead.generate.row import Constraint as Protocol
+from clearhead.text.pieces import token_bytes
 from clearhead.text.trained import train_tokenizer
 
 pytest.importorskip("llguidance")

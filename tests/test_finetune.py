@@ -234,6 +234,7 @@ def test_the_new_head_is_a_function_of_the_seed(table, foreign):
     assert first["embed.tokens.weight"].equal(other["embed.tokens.weight"])
 
 
+@pytest.mark.filterwarnings("ignore:.* texts have more than the")
 def test_a_decoder_tells_texts_apart_too(table, decoder, tmp_path):
     recipe = settings(table, decoder, **{"optim.lr": 1e-2})
     trainer = open_run(recipe, RunFolder(tmp_path / "run"))
@@ -440,6 +441,7 @@ def test_freezing_holds_for_the_head_of_a_lora_too(table, own):
 # --- the command line ---
 
 
+@pytest.mark.filterwarnings("ignore:.* texts have more than the")
 def test_the_command(table, own, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     more = ["--steps", "4", "--out", "tuned", "--set", "optim.layer_decay=0.9", "train.batch=64"]

@@ -92,8 +92,11 @@ def test_classes_do_not_depend_on_the_batch(tokenizer, name):
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
+@pytest.mark.filterwarnings("ignore:.* have more than the 24 tokens")
 def test_of_a_long_pair_both_texts_count(tokenizer, name):
     model = made(tokenizer, name, head={"kind": "classification", "n_labels": 3}, max_len=24)
+    with pytest.warns(UserWarning, match="1 of 2 texts have more than the 24 tokens"):
+        model.classify(["the dog", TEXT * 3])
     one, other = (model.classify((TEXT * 3, second)) for second in ("the dog", "a log"))
     assert one != pytest.approx(other, rel=1e-4)
     assert model.classify((TEXT * 3, "the dog")) == model.classify((TEXT * 4, "the dog"))

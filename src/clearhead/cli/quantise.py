@@ -28,7 +28,7 @@ class Args:
     out: Annotated[Positional[str], arg(metavar="OUT")]
     """The folder to write."""
     to: Literal["bf16", "int8", "int4"] = "int8"
-    """16, 9 or 5 bits a weight, scales included."""
+    """16, 8 or 5 bits a weight."""
     data: Path | None = None
     """A text file on which the loss is measured, before and after."""
     overwrite: bool = False

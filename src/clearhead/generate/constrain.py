@@ -16,9 +16,8 @@ look-around and back-references are not known. Of a schema the JSON is written o
 from __future__ import annotations
 
 import json
-import re
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,10 +26,8 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from clearhead.errors import ClearheadError, require
-from clearhead.text.sentencepiece import BLANK
-from clearhead.text.tiktoken import byte_letters
+from clearhead.text.pieces import token_bytes
 
-BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -60,7 +57,7 @@ class Constraint:
         what = f'The regular expression "{pattern}"'
         grammar = _llguidance().LLMatcher.grammar_from_regex(pattern)
         _check_grammar(grammar, what)
-        letters = _alphabet(token_bytes(tokenizer))
+        letters = _alphabet(_pieces(tokenizer))
         if letters is not None:
             # Without this a text could come to a place where no token of the vocabulary goes on.
             known = "".join(map(_escaped, letters))
@@ -150,54 +147,15 @@ class Constraint:
         )
 
 
-def token_bytes(tokenizer: Any) -> list[bytes | None]:
-    """What each token writes; None for special tokens and for ids that are none."""
-    decode = _spelling(tokenizer)
-    found: list[bytes | None] = [None] * tokenizer.vocab_size
-    hidden = tokenizer.special_ids | {tokenizer.unk_id}
-    for token, id in tokenizer.backend.get_vocab().items():
-        if id not in hidden:
-            found[id] = decode(token)
-    return found
-
-
-def _spelling(tokenizer: Any) -> Any:
-    """How the tokeniser's decoder makes bytes of one token."""
-    said = json.loads(tokenizer.backend.to_str())
-    kinds = {part["type"]: part for part in _parts(said.get("decoder"))}
-    if "ByteLevel" in kinds:
-        bytes_of = {letter: byte for byte, letter in byte_letters().items()}
-
-        def spelt(token: str) -> bytes:
-            if all(letter in bytes_of for letter in token):
-                return bytes(bytes_of[letter] for letter in token)
-            return token.encode()  # added as it is
-
-        return spelt
+def _pieces(tokenizer: Any) -> list[bytes | None]:
+    """What each token writes."""
+    found = token_bytes(tokenizer)
     require(
-        bool(kinds) and not set(kinds) - {"Fuse", "Metaspace", "Replace", "ByteFallback", "Strip"},
-        f"A constraint cannot follow this tokeniser (decoder: {', '.join(kinds) or 'none'}): it "
-        "puts blanks between words by itself. Byte-level, sentencepiece and character vocabularies "
-        "work.",
+        found is not None,
+        "A constraint cannot follow this tokeniser: its decoder puts blanks between words by "
+        "itself. Byte-level, sentencepiece and character vocabularies work.",
     )
-    blank = "Metaspace" in kinds or "Replace" in kinds
-
-    def plain(token: str) -> bytes:
-        if "ByteFallback" in kinds and (byte := BYTE.fullmatch(token)):
-            return bytes([int(byte[1], 16)])
-        return (token.replace(BLANK, " ") if blank else token).encode()
-
-    return plain
-
-
-def _parts(decoder: Any) -> Iterator[dict[str, Any]]:
-    if decoder is None:
-        return
-    if decoder["type"] == "Sequence":
-        for part in decoder["decoders"]:
-            yield from _parts(part)
-    else:
-        yield decoder
+    return list(found or ())
 
 
 class _Tokens:
@@ -246,7 +204,7 @@ def _vocabulary(tokenizer: Any, stop: Collection[int]) -> Any:
     ends = frozenset(stop)
     if ends not in known:
         package = _llguidance()
-        pieces = token_bytes(tokenizer)
+        pieces = _pieces(tokenizer)
         for id in ends & set(range(len(pieces))):
             pieces[id] = None
         # Where no token ends a text, one behind the last stands for it; no mask shows it.

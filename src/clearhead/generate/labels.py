@@ -9,7 +9,7 @@ from torch import Tensor
 
 from clearhead.data.labelled import cut_to
 from clearhead.errors import require
-from clearhead.generate.vectors import run_encoder, segments
+from clearhead.generate.vectors import run_encoder, segments, tell_cut
 
 Pair = tuple[str, str]
 
@@ -25,13 +25,14 @@ def classify_texts(
     """For each text, or pair of texts, label -> probability, the most likely first. Where each
     label may be `true` by itself ("several"), these do not add up to 1; a head that measures, as
     one with one output does, has its numbers given as they are. Texts that are too long are cut as
-    in training.
+    in training, with a warning.
     """
     encoded = [
         tokenizer.encode_with_offsets(text) if isinstance(text, str) else _pair(tokenizer, text)
         for text in texts
     ]
     kept = [cut_to(one, max_len, "A text") for one in encoded]
+    tell_cut((len(one.ids) for one in encoded), max_len)
     rows = [[one.ids[i] for i in places] for one, places in zip(encoded, kept, strict=True)]
     types = [[one.types[i] for i in places] for one, places in zip(encoded, kept, strict=True)]
     found = []

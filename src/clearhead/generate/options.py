@@ -19,6 +19,7 @@ from clearhead.generate.sampling import Sampling
 from clearhead.generate.search import Contrast, Way, check_way
 from clearhead.generate.settings import drawing_said, end_ids, patience_said, rules_said
 from clearhead.generate.speculative import DraftModel, PromptLookup
+from clearhead.text.pieces import tokens_that_write, ways_to_write
 
 # What a call may say -> one line each; the help of `generate` and the documentation have these.
 DRAWING = {
@@ -159,6 +160,11 @@ def _way(
         not more or asked == ["beams"], f"{', '.join(more)}: a setting of beams, say beams=4 too."
     )
     if asked == ["beams"]:
+        require(
+            n <= beams,
+            f"n is {n} and beams {beams}: a search has no more texts than it follows. Say "
+            f"beams={n} or more, or n={beams} or fewer.",
+        )
         if said.get("length_penalty") is not None:
             more = {"length_penalty": said["length_penalty"]} | more
         return beam_of(sampling, settings["beams"], n, patience_said(said), **more)
@@ -172,7 +178,12 @@ def _way(
     if asked == ["look_up"]:
         return PromptLookup()
     if asked == ["contrast"]:
-        return Contrast(settings["contrast"], settings.get("top_k") or 4)
+        alpha = settings["contrast"]
+        require(
+            isinstance(alpha, (int, float)) and 0 <= alpha <= 1,
+            f"contrast is a number from 0 (likely) to 1 (unlike what was said), not {alpha!r}.",
+        )
+        return Contrast(alpha, settings.get("top_k") or 4)
     return None
 
 
@@ -233,30 +244,40 @@ def _likely(value: Any, details: bool) -> int | None:
 
 def _bias(bias: Any, tokenizer: Any) -> tuple[tuple[int, float], ...]:
     require(isinstance(bias, Mapping), 'logit_bias is a table {token: bias}: {" the": -2.0}, say.')
-    found = []
+    found: dict[int, float] = {}
     for token, value in bias.items():
-        ids = _ids(token, tokenizer, "logit_bias")
+        ids = _single(token, tokenizer)
         require(
-            len(ids) == 1,
-            f"logit_bias is for single tokens, and {token!r} has {len(ids)}: name an id, or use "
+            len(ids) > 0,
+            f"logit_bias is for single tokens, and {token!r} has several: name an id, or use "
             "banned.",
         )
         require(isinstance(value, (int, float)), f"A bias is a number, not {value!r}.")
-        found.append((ids[0], float(value)))
-    return tuple(found)
+        found |= dict.fromkeys(ids, float(value))
+    return tuple(found.items())
+
+
+def _single(token: Any, tokenizer: Any) -> Sequence[int]:
+    """The tokens that write a text alone, or the one that is named."""
+    own = _ids(token, tokenizer, "logit_bias")
+    found = tokens_that_write(token, tokenizer) if isinstance(token, str) else []
+    return found or (own if len(own) == 1 else ())
 
 
 def _banned(banned: Any, tokenizer: Any) -> list[tuple[int, ...]]:
-    """A word is banned at the start of a text and behind a blank; ids as they are."""
+    """A word is banned wherever it stands and behind a blank; ids as they are."""
     require(
         isinstance(banned, (int, Iterable)), f"banned is a list of texts or ids, not {banned!r}."
     )
     found = []
     for words in [banned] if isinstance(banned, (str, int)) else banned:
         require(words != "", "A banned text is empty: name at least one token, or leave it out.")
-        found.append(_ids(words, tokenizer, "banned"))
-        if isinstance(words, str) and not words[0].isspace():
-            found.append(_ids(" " + words, tokenizer, "banned"))
+        if not isinstance(words, str):
+            found.append(_ids(words, tokenizer, "banned"))
+            continue
+        found += ways_to_write(words, tokenizer)
+        if not words[0].isspace():
+            found += ways_to_write(" " + words, tokenizer)
     return list(dict.fromkeys(found))
 
 

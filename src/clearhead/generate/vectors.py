@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -48,10 +49,24 @@ def segments(net: Any, types: Sequence[Sequence[int]]) -> Sequence[Sequence[int]
 def embed_texts(
     net: Any, tokenizer: Any, texts: Sequence[str], max_len: int
 ) -> Float[Tensor, "n m"]:
-    """One vector a text; longer texts than the model can read are cut."""
+    """One vector a text; longer texts than the model can read are cut, with a warning."""
     require(len(texts) > 0, "There are no texts to embed.")
-    rows = [cut(ids, max_len) for ids in tokenizer.encode_batch(texts)]
+    whole = tokenizer.encode_batch(texts)
+    rows = [cut(ids, max_len) for ids in whole]
+    tell_cut(map(len, whole), max_len)
     return torch.stack(run_encoder(net, rows))
+
+
+def tell_cut(lengths: Iterable[int], max_len: int) -> None:
+    """Warn if texts have more tokens than are read."""
+    lengths = list(lengths)
+    longer = sum(length > max_len for length in lengths)
+    if longer:
+        warnings.warn(
+            f"{longer} of {len(lengths)} texts have more than the {max_len} tokens that the model "
+            f"reads (the longest {max(lengths)}): what is beyond is left out. Cut them into parts.",
+            stacklevel=3,
+        )
 
 
 def cut(ids: list[int], max_len: int) -> list[int]:
