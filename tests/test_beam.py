@@ -21,6 +21,7 @@ from clearhead.generate.batch import by_length, decode_batch, decode_rows, encod
 from clearhead.generate.beam import Beam, beam_search
 from clearhead.generate.decode import Sampling, decode_tokens
 from clearhead.generate.rules import Rules
+from clearhead.measure.hardware import Memory
 from clearhead.models.base import EncoderDecoder
 from clearhead.text.trained import train_tokenizer
 from clearhead.weights.hf import load_hf
@@ -593,8 +594,10 @@ def test_banned_words_and_a_forced_beginning(model):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"beams": 0}, "width of a beam search is a whole number"),
-        ({"beams": 2.5}, "width of a beam search is a whole number"),
+        ({"beams": 0}, "beams is a whole number from 1"),
+        ({"beams": 2.5}, "beams is a whole number from 1"),
+        ({"beams": 10**5}, "beams is a whole number from 1 up to the vocabulary's"),
+        ({"beams": 2, "n": 2, "beam": 3}, "no setting n, beam: it has beams, length_penalty"),
         ({"length_penalty": math.nan}, "length_penalty is a number"),
         ({"length_penalty": 10**12}, "length_penalty is a number from -50 to 50"),
         ({"max_new_tokens": 0}, "one token at least"),
@@ -604,6 +607,21 @@ def test_banned_words_and_a_forced_beginning(model):
 def test_settings_that_mean_nothing(model, settings, said, unchecked):
     with pytest.raises(ClearheadError, match=said):
         model.translate("the cat", **settings)
+
+
+def test_what_is_no_text_is_not_translated(model, unchecked):
+    for wrong in (None, 3):
+        with pytest.raises(ClearheadError, match=f"a text or a list of texts, not {wrong}"):
+            model.translate(wrong)
+
+
+def test_a_search_that_is_more_than_the_memory_is_refused(model, monkeypatch):
+    monkeypatch.setattr("clearhead.model.read_memory", lambda: Memory(total=99, available=99))
+    for search in (model.translate, model.generate):
+        with pytest.raises(ClearheadError, match=r"beams is 8, .* Search with fewer"):
+            search("the cat", beams=8)
+    monkeypatch.setattr("clearhead.model.read_memory", lambda: Memory(total=None, available=None))
+    assert isinstance(model.translate("the cat", beams=8), str)
 
 
 def test_what_cannot_be_searched(model, unchecked):

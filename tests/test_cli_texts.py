@@ -7,17 +7,20 @@ from __future__ import annotations
 import io
 import json
 import re
+import resource
+import shutil
 import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 import clearhead as ch
 import tiny
-from clearhead.cli import generate
 from clearhead.cli.main import main
+from clearhead.cli.notices import notices
 from clearhead.measure import roofs
 from clearhead.text.trained import train_tokenizer
 
@@ -114,7 +117,37 @@ def test_vectors_and_cosines(models, capsys, tmp_path):
     numbers = said(capsys, "embed", folder, "the cat sat").split()
     assert [float(x) for x in numbers] == pytest.approx(right[0].tolist(), abs=1e-4)
     assert said(capsys, "embed", folder, *TEXTS, "--out", str(tmp_path / "v.npy")) == ""
+    assert (tmp_path / "v.npy").stat().st_mode & 0o777 == 0o644
     np.testing.assert_allclose(np.load(tmp_path / "v.npy"), right.numpy(), atol=1e-6)
+
+
+def test_vectors_replace_a_file_only_if_that_is_asked_for(models, capsys, tmp_path):
+    out = tmp_path / "v.npy"
+    out.write_text("something else")
+    words = ["embed", str(models["embed"]), "the cat sat", "--out", str(out)]
+    assert main(words) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert out.read_text() == "something else"
+    assert main([*words, "--overwrite"]) == 0
+    assert np.load(out).shape == (1, 16)
+
+
+def test_vectors_on_a_full_disk(models, capsys, tmp_path):
+    """A limit on the size of files is as good as a full disk: writing fails in the middle."""
+    out = tmp_path / "v.npy"
+    out.write_bytes(b"before")
+    words = ["embed", str(models["embed"]), *TEXTS * 700, "--out", str(out), "--overwrite"]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        assert main(words) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    err = capsys.readouterr().err
+    assert "v.npy could not be written (File too large); what was there before is as it was" in err
+    assert err.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["v.npy"]
+    assert out.read_bytes() == b"before"
 
 
 def test_labels_with_their_probability(models, capsys):
@@ -127,6 +160,27 @@ def test_labels_with_their_probability(models, capsys):
     for words in (["the cat", "--second", "the dog"], ["the cat\tthe dog"]):
         found = json.loads(said(capsys, "classify", folder, *words, "--json"))
         assert found["labels"] == pytest.approx(pair)
+
+
+def test_a_run_that_learned_single_texts_judges_no_pairs(models, capsys, tmp_path):
+    columns = {"kind": "classification", "text": "text", "label": "label"}
+    runs = {}
+    for name, more in (("single", {}), ("pairs", {"second": "other"})):
+        runs[name] = str(tmp_path / name)
+        shutil.copytree(models["classify"], tmp_path / name / "model")
+        data = {"source": "texts.csv", "objective": columns | more}
+        recipe = {"data": data, "model": {"family": "bert"}}
+        (tmp_path / name / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert main(["classify", runs["single"], "the cat", "--second", "the dog"]) == 2
+    assert "leave --second out" in capsys.readouterr().err
+    model = ch.load(models["classify"])
+    for run, words, asked in [
+        ("single", ["the cat\tthe dog"], "the cat\tthe dog"),
+        ("pairs", ["the cat\tthe dog"], ("the cat", "the dog")),
+        ("pairs", ["the cat", "--second", "the dog"], ("the cat", "the dog")),
+    ]:
+        found = json.loads(said(capsys, "classify", runs[run], *words, "--json"))
+        assert found["labels"] == pytest.approx(model.classify(asked))
 
 
 def test_words_with_their_tags(models, capsys):
@@ -157,9 +211,24 @@ def test_masks_are_filled(models, capsys):
     for number, (line, candidates) in enumerate(zip(lines, right, strict=True), 1):
         found = json.loads(line)
         assert found["mask"] == number
-        assert [one["token"] for one in found["candidates"]] == [one.token for one in candidates]
+        assert [one["id"] for one in found["candidates"]] == [one.id for one in candidates]
     plain = said(capsys, "fill", folder, "the [MASK] sat", "--best", "3").splitlines()
     assert len(plain) == 3
+
+
+def test_tokens_that_do_not_print_are_shown(models, capsys):
+    folder, tokenizer = str(models["fill"]), ch.load(models["fill"]).tokenizer
+    words = ("fill", folder, "the [MASK] sat", "--best", str(tokenizer.vocab_size))
+    found = json.loads(said(capsys, *words, "--json"))["candidates"]
+    assert [one["token"] for one in found] == [
+        tokenizer.decode([one["id"]], special=True) for one in found
+    ]
+    lines = said(capsys, *words).split("\n")[:-1]
+    assert len(lines) == tokenizer.vocab_size
+    (newline,) = (i for i, one in enumerate(found) if one["token"] == "\n")
+    assert lines[newline].split()[1] == r"\n"
+    (blank,) = (i for i, one in enumerate(found) if one["token"] == " ")
+    assert lines[blank][7:10] == "' '"
 
 
 def test_texts_are_written_as_the_model_writes_them(models, capsys, monkeypatch):
@@ -203,11 +272,14 @@ def test_other_settings_of_generate(models, capsys, tmp_path):
     right = model.generate("the cat", beams=3, max_new_tokens=5)
     words = ("generate", folder, "the cat", "--max-new-tokens", "5")
     assert said(capsys, *words, "--set", "beams=3") == f"the cat{right}\n"
+    # What has to match stands alone: behind its prompt it would not.
     found = said(capsys, *words, "--seed", "1", "--set", "regex=[ab]{2}[01]")
-    assert re.fullmatch(r"the cat[ab]{2}[01]\n", found)
+    assert re.fullmatch(r"[ab]{2}[01]\n", found)
     (tmp_path / "schema.json").write_text('{"enum": [17]}')
     schema = f"schema={tmp_path / 'schema.json'}"
-    assert said(capsys, *words, "--seed", "1", "--set", schema) == "the cat17\n"
+    assert said(capsys, *words, "--seed", "1", "--set", schema) == "17\n"
+    both = said(capsys, *words, "--seed", "1", "--n", "2", "--set", schema)
+    assert both == "--- 1\n17\n--- 2\n17\n"
     assert main([*words, "--set", "beam=3"]) == 2
     assert 'no setting "beam"' in capsys.readouterr().err
 
@@ -229,8 +301,99 @@ def test_the_speed_and_a_full_context_are_said_on_the_side(models, capsys, monke
     assert re.search(r"80 new: .* tokens/s: \d+% of what the memory allows \(fp32, ", err)
 
 
+def test_what_a_search_does_not_know_is_null(models, capsys):
+    words = ("generate", str(models["generate"]), "the cat", "--max-new-tokens", "5", "--json")
+    found = json.loads(said(capsys, *words, "--set", "beams=2"))
+    assert found["score"] < 0
+    for name in ("tokens_a_second", "log_probabilities", "best"):
+        assert found[name] is None
+    drawn = json.loads(said(capsys, *words, "--seed", "1"))
+    assert len(drawn["log_probabilities"]) >= 5
+    assert drawn["tokens_a_second"] > 0
+
+
+def test_the_temperature_of_the_command_gives_way_to_a_search(models, capsys):
+    folder = str(models["generate"])
+    words = ["generate", folder, "the cat", "--max-new-tokens", "6", "--seed", "1"]
+    right = ch.load(folder).generate("the cat", max_new_tokens=6, seed=1, temperature=0.8)
+    assert said(capsys, *words) == f"the cat{right}\n"
+    for search in ("beams=2", "contrast=0.5"):
+        assert main([*words, "--set", search, "--temperature", "0"]) == 0
+        capsys.readouterr()
+        for drawn in (["--set", "temperature=0.8"], ["--temperature", "0.8"]):
+            assert main([*words, "--set", search, *drawn]) == 2
+            assert "draws nothing: leave temperature out" in capsys.readouterr().err
+
+
+def test_a_smaller_model_and_the_number_of_texts_are_settings_too(models, capsys):
+    folder = str(models["generate"])
+    words = ("generate", folder, "the cat", "--max-new-tokens", "6", "--temperature", "0")
+    right = said(capsys, *words)
+    assert said(capsys, *words, "--set", f"draft={folder}") == right
+    assert said(capsys, *words, "--set", "n=2") == said(capsys, *words, "--n", "2")
+
+
+@pytest.fixture
+def talker(models, tmp_path):
+    """A model with an end token and a chat template."""
+    roles = {"eos": "</s>"}
+    tokenizer = train_tokenizer("bpe", TEXTS, vocab_size=275, special_tokens=roles)
+    tokenizer.chat_template = (
+        "{% for one in messages %}<{{ one.role }}> {{ one.content }}: {% endfor %}"
+    )
+    model = ch.build("gpt2", seed=0, vocab_size=tokenizer.vocab_size, **SIZES)
+    model.tokenizer = tokenizer
+    model.save(tmp_path / "talker")
+    return str(tmp_path / "talker")
+
+
+def test_a_text_that_ends_at_once_is_told_so(talker, models, capsys):
+    words = ["generate", talker, "the cat", "--set", 'logit_bias={"</s>": 1000}']
+    assert main(words) == 0
+    both = capsys.readouterr()
+    assert both.out == "the cat\n"
+    assert "The text has not one new token: the end came at once. This model was" in both.err
+    assert main([*words, "--n", "2", "--chat"]) == 0
+    both = capsys.readouterr()
+    assert "Text 2 has not one new token: the end came at once.\n" in both.err
+    assert main(["generate", talker, "the cat", "--max-new-tokens", "3"]) == 0
+    assert "not one new token" not in capsys.readouterr().err
+
+
+def test_a_prompt_as_a_message(talker, models, capsys):
+    message = [{"role": "user", "content": "the cat"}]
+    right = ch.load(talker).chat(message, max_new_tokens=6)
+    words = ("generate", talker, "the cat", "--max-new-tokens", "6", "--temperature", "0", "--chat")
+    assert said(capsys, *words) == right + "\n"
+    assert json.loads(said(capsys, *words, "--json"))["text"] == right
+    assert main(["generate", str(models["generate"]), "the cat", "--chat"]) == 2
+    assert "no chat template" in capsys.readouterr().err
+
+
+def test_a_text_that_does_not_match_yet_is_told_so(models, capsys):
+    words = ["generate", str(models["generate"]), "the cat", "--max-new-tokens", "5", "--set"]
+    assert main([*words, "regex=[ab]{40}"]) == 0
+    both = capsys.readouterr()
+    assert re.fullmatch("[ab]{5,39}\n", both.out)
+    assert "The text ends at the limit of 5 tokens and does not match the regex yet" in both.err
+    assert main([*words, "regex=[ab]+"]) == 0  # it could go on, and matches as it is
+    assert "does not match" not in capsys.readouterr().err
+
+
+def test_a_missing_tokeniser_is_named(models, capsys, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(models["generate"], bare)
+    (bare / "tokenizer.json").unlink()
+    (bare / "tokenizer_config.json").unlink()
+    for verb in ("generate", "embed"):
+        assert main([verb, str(bare), "a"]) == 2
+        assert f"put the tokenizer.json that it was trained with into {bare}" in (
+            capsys.readouterr().err
+        )
+
+
 def test_a_notice_waits_for_the_end_of_the_line(capsys):
-    with generate._aside() as aside:
+    with notices() as aside:
         warnings.warn("before", stacklevel=1)
         assert capsys.readouterr().err == "clearhead: before\n"
         aside.waiting = True
@@ -253,7 +416,17 @@ def test_a_notice_waits_for_the_end_of_the_line(capsys):
         (["generate", "generate", "a", "--n", "0"], "1 or more, not 0"),
         (["generate", "generate", "a", "--set", "schema=none.json"], "no file with a JSON schema"),
         (["fill", "fill", "no mask here"], "There is no mask"),
-        (["translate", "translate", "a", "--beams", "0"], "1 or more, not 0"),
+        (["generate", "generate", "one", "two"], 'quotes around it, "one two"'),
+        (["generate", "generate", "a", "--set", "n=0"], "1 or more, not 0"),
+        (["generate", "generate", "a", "--seed", "1", "--set", "seed=2"], "seed: given twice"),
+        (["generate", "generate", "a", "--n", "2", "--set", "n=2"], "n: given twice"),
+        (["generate", "generate", "a", "--n", "3", "--set", "beams=2"], "n is 3 and beams 2"),
+        (["generate", "generate", "a", "--set", "contrast=2"], "contrast is a number from 0"),
+        (["generate", "generate", "a", "--set", "draft=3"], "draft=MODEL, not 3"),
+        (["generate", "generate", "a", "--set", "draft=./none"], "no model at ./none"),
+        (["generate", "generate", "a", "--set", "constraint=a"], "in Python only"),
+        (["translate", "translate", "a", "--beams", "0"], "beams is a whole number from 1 up to"),
+        (["translate", "translate", "a", "--beams", "100000"], "tokens, not 100000."),
         (["embed", "embed", "a", "--out", "none/a.npy"], "in a folder that is there"),
         (["embed", "embed", "a", "--out", "."], "name a file"),
         (["translate", "embed", "a"], "Translating takes an encoder-decoder"),
@@ -268,3 +441,11 @@ def test_what_cannot_be_done(models, capsys, monkeypatch, tmp_path, words, messa
     assert message in err
     assert err.count("\n") == 1
     assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize("verb", ["embed", "classify"])
+def test_texts_that_are_cut_are_told_beside_the_output(models, capsys, verb):
+    assert main([verb, str(models[verb]), "the dog " * 100, "a cat"]) == 0
+    out, err = capsys.readouterr()
+    assert "clearhead: 1 of 2 texts have more than the 64 tokens that the model reads" in err
+    assert "more than" not in out

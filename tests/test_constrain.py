@@ -14,7 +14,7 @@ from clearhead.errors import ClearheadError
 from clearhead.generate.constrain import Constraint
 from clearhead.generate.decode import Sampling, decode_tokens
 from clearhead.generate.row import Constraint as Protocol
-from clearhead.text.pieces import token_bytes
+from clearhead.text.pieces import pieces_of
 from clearhead.text.trained import train_tokenizer
 
 pytest.importorskip("llguidance")
@@ -119,7 +119,7 @@ def test_other_schemas(tokenizers, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bytes_of_tokens_are_what_decoding_gives(tokenizers, kind):
     tokenizer = tokenizers[kind]
-    pieces = token_bytes(tokenizer)
+    pieces = pieces_of(tokenizer).of
     assert len(pieces) == tokenizer.vocab_size
     ids = tokenizer.encode(TEXT, special=False)
     text = b"".join(pieces[id] for id in ids).decode()
@@ -129,7 +129,7 @@ def test_the_bytes_of_tokens_are_what_decoding_gives(tokenizers, kind):
 
 def test_masks_say_all_that_may_come(tokenizers):
     tokenizer = tokenizers["bpe"]
-    pieces = token_bytes(tokenizer)
+    pieces = pieces_of(tokenizer).of
     constraint = Constraint.regex("the cat|to|cat", tokenizer, vocab_size=400)
     mask = constraint.mask()
     assert mask.shape == (400,)

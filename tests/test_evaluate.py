@@ -278,6 +278,23 @@ def test_the_command_prints_figures_and_json(tmp_path, capsys):
     assert "no data of its own" in capsys.readouterr().err
 
 
+def test_beams_that_cannot_be_are_refused_before_anything_is_measured(
+    tmp_path, capsys, monkeypatch
+):
+    letters = "0123456789abcdefghijklmnopqrstuvwxyz"
+    roles = {"pad": "<pad>", "eos": "</s>"}
+    tokenizer = train_tokenizer("characters", [letters], special_tokens=roles)
+    model = ch.build("transformer", seed=0, vocab_size=tokenizer.vocab_size, **SIZES)
+    model.tokenizer = tokenizer
+    model.save(tmp_path / "model")
+    monkeypatch.setattr("clearhead.training.evaluate._loss", lambda *_: pytest.fail("too early"))
+    words = ["eval", str(tmp_path / "model"), "copy:longest=6", "--limit", "2", "--beams"]
+    for beams in ("0", "-1", "100000"):
+        assert main([*words, beams]) == 2
+        said = f"up to the vocabulary's {tokenizer.vocab_size} tokens, not {beams}."
+        assert said in capsys.readouterr().err
+
+
 def test_generate_writes_the_prompt_and_what_follows(tmp_path, capsys):
     text = "abcd " * 40
     tokenizer = train_tokenizer("characters", [text])

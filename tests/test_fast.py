@@ -173,13 +173,15 @@ def test_code_for_other_processors_is_right_too(form, shape):
         features=features.flatten(), opt=2
     )
     other = compiled.loaded(form, compiled.compiled_code(form, shape, machine))
-    fast, scratch = layer(form, 11, 320), torch.empty(scratch_bytes(150, 320), dtype=torch.uint8)
-    for rows in (1, 2, 3, 4, 7, 150):
-        x, out = torch.randn(rows, 320), torch.empty(rows, 11)
-        given = [tensor.data_ptr() for tensor in (x, *fast.tensors, out)]
-        other.run(*given, rows, 11, 320, 1, scratch.data_ptr())
-        expected = fast.plain(x)
-        close(out / expected.abs().max(), expected / expected.abs().max())
+    scratch = torch.empty(scratch_bytes(150, 320), dtype=torch.uint8)
+    for n in (11, 130):  # less than a block, and more than two
+        fast = layer(form, n, 320)
+        for rows in (1, 2, 3, 4, 7, 150):
+            x, out = torch.randn(rows, 320), torch.empty(rows, n)
+            given = [tensor.data_ptr() for tensor in (x, *fast.tensors, out)]
+            other.run(*given, rows, n, 320, 1, scratch.data_ptr())
+            expected = fast.plain(x)
+            close(out / expected.abs().max(), expected / expected.abs().max())
 
 
 def test_x_is_rounded_in_groups_and_sums_of_whole_numbers_are_exact():
@@ -196,8 +198,9 @@ def test_x_is_rounded_in_groups_and_sums_of_whole_numbers_are_exact():
         assert (most == 0) == as_read(y, form).equal(y)
 
 
-def test_tiny_numbers_are_zero_and_the_default_device_does_not_matter():
-    fast = layer("int8", 70, 96, bias=False)
+@pytest.mark.parametrize("form", WHOLE)
+def test_tiny_numbers_are_zero_and_the_default_device_does_not_matter(form):
+    fast = layer(form, 70, 96, bias=False)
     x = torch.full((3, 96), 1e-38)
     assert not fast(x).any()
     assert not fast.plain(x).any()
@@ -207,8 +210,9 @@ def test_tiny_numbers_are_zero_and_the_default_device_does_not_matter():
     assert found.equal(fast(x))
 
 
-def test_what_is_no_number_stays_none():
-    fast, x = layer("int8", 8, 64), torch.randn(3, 64)
+@pytest.mark.parametrize("form", WHOLE)
+def test_what_is_no_number_stays_none(form):
+    fast, x = layer(form, 8, 64), torch.randn(3, 64)
     x[0, 3], x[1, 5] = torch.nan, torch.inf
     out = fast(x)
     assert out[:2].isnan().all()

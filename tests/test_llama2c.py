@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from clearhead.cli.main import main
 from clearhead.errors import ClearheadError
 from clearhead.text.foreign import from_llama2c
 from clearhead.weights.llama2c import load_llama2c, read_llama2c_vocab
@@ -156,6 +157,14 @@ def test_a_bad_model_is_refused(tmp_path, name):
     path.write_bytes(data)
     with pytest.raises(ClearheadError, match=said):
         load_llama2c(path)
+
+
+def test_the_command_names_the_missing_vocabulary(tmp_path, capsys):
+    file = write(tmp_path / "tiny.bin", SIZES, weights(SIZES))
+    for source in (file, tmp_path):
+        assert main(["generate", str(source), "a"]) == 2
+        said = f"put the tokenizer.bin that belongs to it into {tmp_path}."
+        assert said in capsys.readouterr().err
 
 
 def test_what_is_no_file_is_refused(tmp_path):

@@ -343,7 +343,7 @@ API: dict[str, str] = {
     "Model.fill": "(self, text, best=5)",
     "Model.embed": "(self, texts)",
     "Model.translate": "(self, texts, beams=None, length_penalty=None, max_new_tokens=None, "
-    "batch_tokens=4096)",
+    "batch_tokens=4096, **others)",
     "Model.score": "(self, text, source=None)",
     "Model.classify": "(self, texts)",
     "Model.tag": "(self, text)",

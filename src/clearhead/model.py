@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,20 @@ from clearhead.fast.formats import Form
 from clearhead.fast.rounding import draw_text
 from clearhead.generate.answer import Answer, answer_question
 from clearhead.generate.batch import encode_sources
+from clearhead.generate.beam import Beam
 from clearhead.generate.fill import fill_masks
 from clearhead.generate.labels import classify_texts, tag_sentences
-from clearhead.generate.options import Options, beam_of, read_options
+from clearhead.generate.options import Options, read_options
 from clearhead.generate.prefix import Prefixes
 from clearhead.generate.score import score_tokens
-from clearhead.generate.settings import FILE, patience_said
+from clearhead.generate.settings import FILE
 from clearhead.generate.transcribe import transcribe
 from clearhead.generate.translate import translate_texts
 from clearhead.generate.vectors import embed_texts
 from clearhead.generate.write import Piece, Written, whole, write_texts
 from clearhead.layers.embed import check_ids
 from clearhead.layers.sound import SoundEmbedding
+from clearhead.measure.hardware import read_memory
 from clearhead.media.audio import read_audio
 from clearhead.media.image import ImageProcessor
 from clearhead.models.base import EncoderDecoder, Net
@@ -192,13 +194,23 @@ class Model:
         length_penalty: float | None = None,
         max_new_tokens: int | None = None,
         batch_tokens: int = 4096,
+        **others: Any,
     ) -> str | list[str]:
         """What an encoder-decoder makes of a text, or of many, in batches sorted by length.
 
         beams: how many translations are followed at once, 1 being greedy. It and length_penalty
         are, unless given, what the model came with, else 1. batch_tokens: how many source tokens
-        are worked on at once, each beam counted.
+        are worked on at once, each beam counted. What else `generate` has is refused by name.
         """
+        require(
+            isinstance(texts, Iterable),
+            f"translate takes a text or a list of texts, not {texts!r:.60}.",
+        )
+        require(
+            not others,
+            f"translate has no setting {', '.join(others)}: it has beams, length_penalty, "
+            "max_new_tokens and batch_tokens. generate takes sources too, and has all the others.",
+        )
         many = [texts] if isinstance(texts, str) else list(texts)
         tokenizer = self._tokenizer()
         require(
@@ -208,19 +220,18 @@ class Model:
         )
         self._check_writes()
         limit = self.config.max_len if max_new_tokens is None else max_new_tokens
-        start, said = self._start_ids(), self.companions.get(FILE, {})
-        sampling = self._options({"max_new_tokens": limit}).sampling_for(start)
         if beams is None:
             beams = self._generation("num_beams") or 1
-        if length_penalty is None:
-            length_penalty = self._generation("length_penalty")
-        penalty = 1.0 if length_penalty is None else length_penalty
-        beam = beam_of(sampling, beams, 1, patience_said(said), length_penalty=penalty)
+        settings: dict[str, Any] = {"max_new_tokens": limit, "beams": beams}
+        if length_penalty is not None:
+            settings["length_penalty"] = length_penalty
+        options, start = self._options(settings), self._start_ids()
+        assert isinstance(options.way, Beam)
         found = translate_texts(
             self._quick(self.net),
             tokenizer,
             many,
-            beam,
+            replace(options.way, rules=options.sampling_for(start).rules),
             start,
             self.config.max_len,
             batch_tokens,
@@ -343,7 +354,20 @@ class Model:
     def _options(self, settings: Mapping[str, Any]) -> Options:
         """What a call says, and what came with the model."""
         said, size = self.companions.get(FILE, {}), self._vocabularies(2)[1]
-        return read_options(settings, said, self._tokenizer().target, size)
+        options = read_options(settings, said, self._tokenizer().target, size)
+        if isinstance(options.way, Beam):
+            self._check_room(options.way.width, size)
+        return options
+
+    def _check_room(self, beams: int, size: int) -> None:
+        """Refuse a search whose logits alone, kept twice in a step, are more than the memory."""
+        need, free = 2 * 4 * beams * size, read_memory().available
+        on_cpu = next(self.net.parameters()).device.type == "cpu"
+        require(
+            not on_cpu or free is None or need <= free,
+            f"beams is {beams}, and a step of that search takes {need / 1e9:.0f} GB for its logits "
+            f"alone; {(free or 0) / 1e9:.0f} GB are free. Search with fewer: 4, say.",
+        )
 
     def _request(
         self, prompts: Sequence[str], settings: Mapping[str, Any]

@@ -34,7 +34,8 @@ def run(args: Args) -> None:
     """Load, answer, print."""
     from dataclasses import asdict
 
-    from clearhead.cli.models import open_model
+    from clearhead.cli.models import open_reader
+    from clearhead.cli.notices import notices
     from clearhead.cli.texts import read_whole, say_json
 
     require(
@@ -43,7 +44,9 @@ def run(args: Args) -> None:
     )
     context = read_whole(args.file) if args.context is None else args.context
     require(bool(context.strip()), "There is no text to look for the answer in: --context TEXT.")
-    found = open_model(args.model).answer(args.question, context)
+    model = open_reader(args.model)
+    with notices():
+        found = model.answer(args.question, context)
     if args.json:
         say_json(question=args.question, **asdict(found))
     else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from clearhead.cli.texts import TextArgs
 from clearhead.errors import require
@@ -20,7 +21,7 @@ class Args(TextArgs):
     """What `clearhead classify` takes."""
 
     second: str | None = None
-    """The other text, where labels are about two."""
+    """The other text, where labels are about two; a run that learned single texts takes none."""
     best: int = 1
     """How many labels to print, the likeliest first."""
     stats: bool = False
@@ -29,15 +30,17 @@ class Args(TextArgs):
 
 def run(args: Args) -> None:
     """Load, classify, print."""
-    from clearhead.cli.models import open_model
+    from clearhead.cli.models import open_reader
     from clearhead.cli.texts import chunks, read_texts, say_json
 
     require(args.best >= 1, f"--best is how many labels are printed: 1 or more, not {args.best}.")
     texts = read_texts(args.texts, args.file)
-    model = open_model(args.model)
+    asked = _asked(texts, args)
+    model = open_reader(args.model)
     begun = time.perf_counter()
-    for some in chunks(texts):
-        for text, found in zip(some, model.classify([_asked(t, args) for t in some]), strict=True):
+    for some in chunks(list(zip(texts, asked, strict=True))):
+        answers = model.classify([each for _, each in some])
+        for (text, _), found in zip(some, answers, strict=True):
             if args.json:
                 say_json(text=text, labels=found)
                 continue
@@ -49,8 +52,32 @@ def run(args: Args) -> None:
         print(f"{len(texts)} texts, {took:.2f} s: {len(texts) / took:.1f}/s", file=sys.stderr)
 
 
-def _asked(text: str, args: Args) -> str | tuple[str, str]:
-    if args.second is not None:
-        return text, args.second
-    first, tab, second = text.partition("\t")
-    return (first, second) if tab else text
+def _asked(texts: list[str], args: Args) -> list[str | tuple[str, str]]:
+    """What is judged: texts, or pairs where there is a second text."""
+    tabs = any("\t" in text for text in texts)
+    single = (args.second is not None or tabs) and _learned_single_texts(args.model)
+    require(
+        args.second is None or not single,
+        f"{args.model} learned to judge single texts (its recipe names no second one): leave "
+        "--second out.",
+    )
+    if single:
+        return list(texts)  # a tab is a character of the text like any other
+    return [_pair(text, args.second) for text in texts]
+
+
+def _pair(text: str, second: str | None) -> str | tuple[str, str]:
+    if second is not None:
+        return text, second
+    first, tab, after = text.partition("\t")
+    return (first, after) if tab else text
+
+
+def _learned_single_texts(source: str) -> bool:
+    """Whether that is known: a run says it in its recipe, a model without its run does not."""
+    from clearhead.data.labelled import Classification
+    from clearhead.training.folder import RunFolder
+
+    run = RunFolder(Path(source).expanduser())
+    objective = run.read_recipe().data.objective if run.begun else None
+    return isinstance(objective, Classification) and objective.second is None

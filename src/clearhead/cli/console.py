@@ -9,9 +9,20 @@ from rich.console import Console
 PIPE = 160  # columns where nobody sets a number
 
 
+class PlainConsole(Console):
+    """Prints text as it is, without markup."""
+
+    def __init__(self) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False)
+
+    def on_broken_pipe(self) -> None:
+        """The reader (`head`) has left: `main` ends every command in the same way."""
+        raise BrokenPipeError
+
+
 def table_console() -> Console:
-    """A console that prints text as it is; no column is cut where there is no edge."""
-    console = Console(highlight=False, markup=False, emoji=False)
+    """One for tables: no column is cut where there is no edge."""
+    console = PlainConsole()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = PIPE
     return console

@@ -34,14 +34,13 @@ def run(args: Args) -> None:
     """Check, then print what was found."""
     import sys
 
-    from rich.console import Console
-
+    from clearhead.cli.console import PlainConsole
     from clearhead.training.diagnose import diagnose
 
     def say(message: str) -> None:
         print(message, file=sys.stderr)
 
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = PlainConsole()
     if args.json:
         import json
 

@@ -26,11 +26,10 @@ class Args:
 
 def run(args: Args) -> None:
     """Examine the machine, then print what was found."""
-    from rich.console import Console
-
+    from clearhead.cli.console import PlainConsole
     from clearhead.measure.machine import examine
 
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = PlainConsole()
     if args.json:
         import json
 

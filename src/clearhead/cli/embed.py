@@ -1,8 +1,9 @@
 """Texts as vectors, and how alike they are.
 
-clearhead embed MODEL "a dog" "a puppy" "a car" prints the cosine of each pair; --json prints the
-vectors, one object a line, and --out writes them as a NumPy file. Without texts, and without
---file, standard input is read, a text a line.
+clearhead embed MODEL "a dog" "a puppy" "a car" prints the cosine of each pair. So it is for 2 to 20
+texts; of a single one, or of more, the numbers of each vector are printed, a line a text. --json
+prints the vectors, one object a line, and --out writes them as a NumPy file. Without texts, and
+without --file, standard input is read, a text a line.
 """
 
 from __future__ import annotations
@@ -28,23 +29,21 @@ class Args(TextArgs):
 
     out: str | None = None
     """Write the vectors here (.npy), one row a text."""
+    overwrite: bool = False
+    """Replace the file of --out if it is there already."""
     stats: bool = False
     """Say at the end how fast it was."""
 
 
 def run(args: Args) -> None:
     """Load, embed, print."""
-    from clearhead.cli.models import open_model
+    from clearhead.cli.models import open_reader
     from clearhead.cli.texts import chunks, read_texts, say_json
 
     if args.out is not None:
-        out = Path(args.out)
-        require(
-            out.parent.is_dir() and not out.is_dir(),
-            f'"{out}" cannot be written: name a file, in a folder that is there.',
-        )
+        _check_free(Path(args.out), args.overwrite)
     texts = read_texts(args.texts, args.file)
-    model = open_model(args.model)
+    model = open_reader(args.model)
     import torch
 
     begun, parts = time.perf_counter(), []
@@ -57,15 +56,32 @@ def run(args: Args) -> None:
     took = time.perf_counter() - begun
     found = torch.cat(parts)
     if args.out is not None:
-        import numpy as np
-
-        with open(args.out, "wb") as file:
-            np.save(file, found.float().numpy())
+        _save(args.out, found)
         print(f"{found.shape[0]} vectors of {found.shape[1]} numbers: {args.out}", file=sys.stderr)
     elif not args.json:
         _print(texts, found)
     if args.stats:
         print(f"{len(texts)} texts, {took:.2f} s: {len(texts) / took:.1f}/s", file=sys.stderr)
+
+
+def _check_free(out: Path, overwrite: bool) -> None:
+    """Refuse a place that cannot be written, or is taken, before any work is done."""
+    require(
+        out.parent.is_dir() and (out.is_file() or not out.exists()),
+        f'"{out}" cannot be written: name a file, in a folder that is there.',
+    )
+    from clearhead.weights.folder import refuse_full
+
+    refuse_full(out, overwrite)
+
+
+def _save(out: str, vectors: Tensor) -> None:
+    import numpy as np
+
+    from clearhead.cli.texts import whole_file
+
+    with whole_file(out) as file:
+        np.save(file, vectors.float().numpy())
 
 
 def _print(texts: list[str], vectors: Tensor) -> None:

@@ -46,7 +46,8 @@ def run(args: Args) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from clearhead.cli.models import open_model
+    from clearhead.cli.console import PlainConsole
+    from clearhead.cli.models import open_reader
     from clearhead.data.corpus import open_corpus
     from clearhead.data.objectives import read_objective
     from clearhead.errors import require
@@ -64,8 +65,7 @@ def run(args: Args) -> None:
         args.data is not None or recipe is not None,
         f"{args.model} is no run, so it has no data of its own: clearhead eval MODEL DATA",
     )
-    model = open_model(args.model)
-    require(model.tokenizer is not None, f"{args.model} has no tokeniser, so it reads no text.")
+    model = open_reader(args.model)
     if args.data is not None:
         corpus = open_corpus(args.data, split=0)
         split = args.split or ("test" if "test" in corpus.splits else "train")
@@ -83,7 +83,7 @@ def run(args: Args) -> None:
         objective = objective_for(model, corpus)
     own = recipe.eval if recipe else EvalConfig()
     how = How(
-        beams=args.beams or own.beams,
+        beams=own.beams if args.beams is None else args.beams,
         length_penalty=own.length_penalty if args.length_penalty is None else args.length_penalty,
         limit=args.limit,
         length=recipe.data.length if recipe else None,
@@ -98,11 +98,11 @@ def run(args: Args) -> None:
         table.add_column(heading, justify="left" if heading == "figure" else "right")
     for name, score in found.items():
         table.add_row(name.replace("_", " "), f"{score.value:.4f}", _range(score))
-    console = Console()
+    console = PlainConsole()
     console.print(table)
     for name, score in found.items():
         if score.note:
-            console.print(f"{name}: {score.note}", highlight=False, soft_wrap=True)
+            console.print(f"{name}: {score.note}", soft_wrap=True)
 
 
 def _range(score: Score) -> str:

@@ -6,6 +6,7 @@ input is read, a text a line.
 
 from __future__ import annotations
 
+import unicodedata
 from dataclasses import asdict, dataclass
 
 from clearhead.cli.texts import TextArgs
@@ -21,19 +22,34 @@ class Args(TextArgs):
 
 def run(args: Args) -> None:
     """Load, fill, print."""
-    from clearhead.cli.models import open_model
+    from clearhead.cli.models import open_reader
+    from clearhead.cli.notices import notices
     from clearhead.cli.texts import read_texts, say_json
 
     texts = read_texts(args.texts, args.file)
-    model = open_model(args.model)
-    for text in texts:
-        found = model.fill(text, best=args.best)
-        masks = found if isinstance(found[0], list) else [found]
-        for number, candidates in enumerate(masks, 1):
-            if args.json:
-                say_json(text=text, mask=number, candidates=[asdict(one) for one in candidates])
-                continue
-            if len(masks) > 1 or len(texts) > 1:
-                print(f"{text}  [{number}]")
-            for one in candidates:
-                print(f"{one.probability:.3f}  {one.token:<16} {one.text}", flush=True)
+    model = open_reader(args.model)
+    with notices():
+        for text in texts:
+            found = model.fill(text, best=args.best)
+            masks = found if isinstance(found[0], list) else [found]
+            for number, candidates in enumerate(masks, 1):
+                tokens = [model.tokenizer.decode([one.id], special=True) for one in candidates]
+                pairs = list(zip(candidates, tokens, strict=True))
+                if args.json:
+                    records = [asdict(one) | {"token": token} for one, token in pairs]
+                    say_json(text=text, mask=number, candidates=records)
+                    continue
+                if len(masks) > 1 or len(texts) > 1:
+                    print(f"{_visible(text)}  [{number}]")
+                for one, token in pairs:
+                    name = _visible(token).strip() or repr(token)  # a blank alone is in quotes
+                    print(f"{one.probability:.3f}  {name:<16} {_visible(one.text)}", flush=True)
+
+
+def _visible(text: str) -> str:
+    """The text on one line: a newline as \\n, and so every other control character."""
+    hidden = ("Cc", "Zl", "Zp")
+    return "".join(
+        c.encode("unicode_escape").decode() if unicodedata.category(c) in hidden else c
+        for c in text
+    )

@@ -1,16 +1,17 @@
 """Write on: the text that follows a prompt, as it comes.
 
-clearhead generate runs/shakespeare "ROMEO:" --temperature 0.8. An encoder-decoder writes what it
-makes of the prompt. Without a prompt, and without --file, standard input is read as one text. Every
-other setting of docs/generating.md is taken with --set: no_repeat_ngram=3 beams=4 top_p=0.9.
+clearhead generate runs/shakespeare "ROMEO:" --temperature 0.8. The prompt is printed in front, but
+not where a text has to match something (regex, schema), with --chat, and of an encoder-decoder,
+which writes what it makes of the prompt. Without a prompt, and without --file, standard input is
+read as one text. Every other setting of docs/generating.md is taken with --set: no_repeat_ngram=3
+beams=4 top_p=0.9.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, UseAppendAction, arg
@@ -18,69 +19,85 @@ from tyro.conf import Positional, UseAppendAction, arg
 from clearhead.errors import ClearheadError, require
 
 if TYPE_CHECKING:
+    from clearhead.cli.notices import Aside
     from clearhead.generate.write import Written
     from clearhead.model import Model
 
 
+DEFAULTS = {"temperature": 0.8, "n": 1}  # of the command, where nobody says otherwise
+
+
 @dataclass(frozen=True)
-class Args:
-    """What `clearhead generate` takes."""
+class PromptArgs:
+    """What is written by whom, and to what."""
 
     model: Annotated[Positional[str], arg(metavar="MODEL", help_behavior_hint="")]
     """A run's folder, a model's folder or file, or a hub name."""
-    prompt: Annotated[Positional[str | None], arg(metavar="PROMPT", help_behavior_hint="")] = None
+    prompt: Annotated[
+        Positional[tuple[str, ...]], arg(metavar="[PROMPT]", help_behavior_hint="")
+    ] = ()
     """What to start from; none: standard input."""
     file: str | None = None
     """A file with the prompt."""
+    chat: bool = False
+    """Put the prompt to a model for chat as a user's message; the answer is printed alone."""
+
+
+@dataclass(frozen=True)
+class Args(PromptArgs):
+    """What `clearhead generate` takes."""
+
     max_new_tokens: int | None = None
     """How many tokens at most; none: what the model came with, or 200."""
-    temperature: float = 0.8
-    """0 takes the best token each time; above, tokens are drawn."""
+    temperature: float | None = None
+    """0 takes the best token each time; above, tokens are drawn; none: 0.8, or 0 for a search."""
     top_k: int | None = None
     """Draw from the k best only, 0: from all; none: what the model came with, or 0."""
     top_p: float | None = None
     """Draw from the smallest set with this probability; none: what the model came with, or 1."""
     seed: int | None = None
     """For texts that can be repeated."""
-    n: int = 1
-    """How many texts."""
+    n: int | None = None
+    """How many texts; none: 1."""
     set: Annotated[
         UseAppendAction[tuple[tuple[str, ...], ...]],
         arg(metavar="KEY=VALUE ...", help_behavior_hint=""),
     ] = ()
-    """Other settings: stop=["."] repetition_penalty=1.2 beams=4 regex=[0-9]+ schema=FILE."""
+    """Other settings: stop=["."] beams=4 draft=MODEL regex=[0-9]+ schema=FILE."""
     json: bool = False
-    """Print an object a text, with tokens and their log-probabilities."""
+    """Print an object a text, with tokens and their log-probabilities; null: not known."""
     stats: bool = False
     """Say at the end how fast it was, and beside which limit of the memory."""
 
 
 def run(args: Args) -> None:
     """Load and write."""
-    from clearhead.cli.models import open_model
-    from clearhead.cli.texts import read_whole, say_json
+    from clearhead.cli.models import open_reader
+    from clearhead.cli.notices import notices
+    from clearhead.cli.texts import read_whole
 
     require(
-        args.prompt is None or args.file is None,
+        len(args.prompt) <= 1,
+        "The prompt is one text, and several words were given: put quotes around it, "
+        f'"{" ".join(args.prompt)}".',
+    )
+    require(
+        not args.prompt or args.file is None,
         "The prompt was given twice: as an argument, and with --file.",
     )
-    require(args.n >= 1, f"--n is how many texts to write, 1 or more, not {args.n}.")
     settings = _settings(args)
-    model = open_model(args.model)
-    prompt = read_whole(args.file) if args.prompt is None else args.prompt
-    with _aside() as aside:
-        if args.json or args.n > 1:
-            found = model.generate([prompt], **settings | {"n": args.n, "details": True})[0]
-            texts = found if args.n > 1 else [found]
-            for number, text in enumerate(texts, 1):
-                if args.json:
-                    say_json(prompt=prompt, **_record(text))
-                else:
-                    print(f"--- {number}\n{_whole(model, prompt, text.text)}")
+    model = open_reader(args.model)
+    prompt = args.prompt[0] if args.prompt else read_whole(args.file)
+    with notices() as aside:
+        if args.json or args.chat or settings["n"] > 1:
+            texts = _at_once(model, prompt, settings, args)
         else:
             texts = [_stream(model, prompt, settings, aside)]
-    if args.stats:
-        for text in texts:
+    for number, text in enumerate(texts, 1):
+        name = "The text" if len(texts) == 1 else f"Text {number}"
+        for note in _notes(model, text, settings, args.chat):
+            print(f"clearhead: {name} {note}", file=sys.stderr)
+        if args.stats:
             print(_speed(model, text), file=sys.stderr)
 
 
@@ -90,16 +107,38 @@ def _settings(args: Args) -> dict[str, Any]:
 
     words = [word for group in args.set for word in group]
     raw = [word for word in words if word.startswith("regex=")]  # its brackets are no YAML
-    own = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+    own = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "n")
     said = {name: getattr(args, name) for name in own}
     settings = {name: value for name, value in said.items() if value is not None}
-    settings |= read_changes(word for word in words if word not in raw)
+    more = read_changes(word for word in words if word not in raw)
+    twice = ", ".join(sorted(settings.keys() & more.keys()))
+    require(not twice, f"{twice}: given twice, as an option and with --set. Say it once.")
+    settings |= more
     if raw:
         settings["regex"] = raw[-1].removeprefix("regex=")
+    if settings.get("beams") or settings.get("contrast") is not None:
+        settings.setdefault("temperature", 0.0)  # these choose by themselves
+    settings = DEFAULTS | settings
+    n = settings["n"]
+    require(type(n) is int and n >= 1, f"n is how many texts to write, 1 or more, not {n!r}.")
+    return _opened(settings)
+
+
+def _opened(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with what is in the files that they name."""
+    from clearhead.cli.models import open_model
+
+    require(
+        "constraint" not in settings,
+        "constraint is a function, so it can be given in Python only: here say regex=... or "
+        "schema=FILE.",
+    )
     if isinstance(settings.get("schema"), str):
         settings["schema"] = _read_schema(settings["schema"])
-    if settings.get("beams") or settings.get("contrast") is not None:
-        settings["temperature"] = 0.0  # these choose by themselves
+    if settings.get("draft") is not None:
+        name = settings["draft"]
+        require(isinstance(name, str), f"draft names a smaller model, draft=MODEL, not {name!r}.")
+        settings["draft"] = open_model(name)
     return settings
 
 
@@ -113,9 +152,29 @@ def _read_schema(path: str) -> Any:
         raise ClearheadError(f"{path} is no file with a JSON schema: {error}.") from error
 
 
+def _at_once(model: Model, prompt: str, settings: dict[str, Any], args: Args) -> list[Written]:
+    """Print texts that are there when all of them are whole."""
+    from clearhead.cli.texts import say_json
+
+    settings = settings | {"details": True}
+    if args.chat:
+        found = model.chat([{"role": "user", "content": prompt}], **settings)
+    else:
+        found = model.generate(prompt, **settings)
+    texts = [found] if settings["n"] == 1 else found
+    before = "" if args.chat else _before(model, prompt, settings)
+    for number, text in enumerate(texts, 1):
+        if args.json:
+            say_json(prompt=prompt, **_record(text))
+        else:
+            heading = "" if settings["n"] == 1 else f"--- {number}\n"
+            print(f"{heading}{before}{text.text}")
+    return texts
+
+
 def _stream(model: Model, prompt: str, settings: dict[str, Any], aside: Aside) -> Written:
     """Print a text as it comes; notices behind its first piece wait for its end."""
-    pieces, before = model.stream(prompt, **settings), _whole(model, prompt, "")
+    pieces, before = model.stream(prompt, **settings), _before(model, prompt, settings)
     while True:
         try:
             piece = next(pieces)
@@ -127,15 +186,50 @@ def _stream(model: Model, prompt: str, settings: dict[str, Any], aside: Aside) -
             return end.value
 
 
-def _whole(model: Model, prompt: str, text: str) -> str:
-    """The text behind its prompt; what an encoder-decoder writes stands alone."""
-    return text if model.config.shape == "encoder-decoder" else prompt + text
+def _before(model: Model, prompt: str, settings: dict[str, Any]) -> str:
+    """What is printed in front of a text: its prompt. What an encoder-decoder writes stands alone,
+    and so does what has to match: with the prompt it would be no JSON any more.
+    """
+    alone = model.config.shape == "encoder-decoder" or _constraint(settings) is not None
+    return "" if alone else prompt
+
+
+def _constraint(settings: dict[str, Any]) -> str | None:
+    """What the text has to match, by the name of the setting."""
+    return next((name for name in ("regex", "schema") if settings.get(name) is not None), None)
+
+
+def _notes(model: Any, text: Written, settings: dict[str, Any], chat: bool) -> Iterator[str]:
+    """What a reader would not see in the text itself."""
+    if not text.ids:
+        hint = ": the end came at once."
+        if model.tokenizer.target.chat_template is not None and not chat:
+            hint += " This model was trained for chat: --chat puts the prompt to it as a message."
+        yield "has not one new token" + hint
+    kind = _constraint(settings)
+    if kind is None or text.end not in ("limit", "positions"):
+        return
+    from clearhead.generate.constrain import Constraint
+
+    one = getattr(Constraint, kind)(settings[kind], model.tokenizer.target)
+    for id in text.ids:
+        one.advance(id)
+    if not one.accepts:
+        where, mend = {
+            "limit": (f"limit of {len(text.ids)} tokens", "give it more with --max-new-tokens"),
+            "positions": ("model's last position", "take a model with a longer context"),
+        }[text.end]
+        yield f"ends at the {where} and does not match the {kind} yet: {mend}."
 
 
 def _record(text: Written) -> dict[str, Any]:
+    """All that is known of a text; what is not is null."""
     from dataclasses import asdict
 
-    return asdict(text) | {"tokens_a_second": text.tokens_a_second}
+    known = asdict(text) | {"tokens_a_second": text.tokens_a_second}
+    for name in ("log_probabilities", "best", "tokens_a_second"):
+        known[name] = known[name] or None
+    return known
 
 
 def _speed(model: Model, text: Written) -> str:
@@ -158,39 +252,3 @@ def _speed(model: Model, text: Written) -> str:
         f"{said}: {text.tokens_a_second / roof:.0%} of what the memory allows ({form}, "
         f"{held / 1e6:.0f} MB a token, {roofs.bandwidth:.0f} GB/s)"
     )
-
-
-@dataclass
-class Aside:
-    """Notices, which must not fall into the middle of a line."""
-
-    waiting: bool = False
-    """Whether a line is being written."""
-    held: list[str] = field(default_factory=list)
-    """What is to be said behind it."""
-
-
-@contextmanager
-def _aside() -> Iterator[Aside]:
-    """Within it notices (a full context, a product being compiled) go to standard error."""
-    import warnings
-
-    from clearhead.fast.compile import told
-
-    aside = Aside()
-
-    def say(text: str) -> None:
-        if aside.waiting:
-            aside.held.append(text)
-        else:
-            print(f"clearhead: {text}", file=sys.stderr)
-
-    with warnings.catch_warnings(), told(say):
-        warnings.simplefilter("always", UserWarning)
-        warnings.showwarning = lambda message, *_: say(str(message))
-        try:
-            yield aside
-        finally:
-            aside.waiting = False
-            for text in aside.held:
-                say(text)

@@ -73,11 +73,12 @@ def run(args: Args) -> None:
 
 def _print(said: dict[str, Any], report: Any) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(markup=False, highlight=False)
+    from clearhead.cli.console import PlainConsole
+
+    console = PlainConsole()
     console.print(said["model"], style="bold")
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), expand=False)
     table.add_column("", justify="right")

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from clearhead.errors import ClearheadError, did_you_mean
 from clearhead.memory import keep_freed_memory
 
-OK, CRASHED, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
+OK, WRONG_USE, INTERRUPTED, CLOSED_PIPE = 0, 2, 130, 141  # the last two: 128 + the signal
 
 # verb -> (module, one line of help), in the order in which a newcomer needs them
 VERBS = {
@@ -43,7 +43,9 @@ VERBS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code is 0, or 2 for wrong use, or 130 after Ctrl-C."""
+    """Run one command; the exit code is 0, 2 for wrong use, 130 after Ctrl-C, or 141 where the
+    reader of a pipe has left.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     debug = os.environ.get("CLEARHEAD_DEBUG", "") not in ("", "0")
     _let_any_text_print()
@@ -67,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader (`head`, a pager) has left; without this Python complains again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return CRASHED
+        return CLOSED_PIPE
 
 
 def _dispatch(words: list[str]) -> int:

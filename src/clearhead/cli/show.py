@@ -80,9 +80,9 @@ def run(args: Args) -> None:
     if args.json:
         _print_json(target, config, outline(net), cost)
         return
-    from rich.console import Console
+    from clearhead.cli.console import PlainConsole
 
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = PlainConsole()
     _print_title(console, target, config, cost)
     console.print(_tree_table(outline(net)))
     _print_cost(console, cost)

@@ -18,14 +18,18 @@ class Args(TextArgs):
 
 def run(args: Args) -> None:
     """Load, tag, print."""
-    from clearhead.cli.models import open_model
+    from clearhead.cli.models import open_reader
+    from clearhead.cli.notices import notices
     from clearhead.cli.texts import read_texts, say_json
 
     texts = read_texts(args.texts, args.file)
-    model = open_model(args.model)
-    for text in texts:
-        found = model.tag(text)
-        if args.json:
-            say_json(text=text, words=[word for word, _ in found], tags=[tag for _, tag in found])
-        else:
-            print(" ".join(f"{word}/{tag}" for word, tag in found), flush=True)
+    model = open_reader(args.model)
+    with notices():
+        for text in texts:
+            found = model.tag(text)
+            if args.json:
+                say_json(
+                    text=text, words=[word for word, _ in found], tags=[tag for _, tag in found]
+                )
+            else:
+                print(" ".join(f"{word}/{tag}" for word, tag in found), flush=True)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 from tyro.conf import Positional, arg
 
@@ -54,21 +57,51 @@ def read_whole(file: str | None) -> str:
 
 
 def chunks(texts: Sequence[Any], size: int = CHUNK) -> Iterator[Sequence[Any]]:
-    """So many texts at a time, so that the first answers come early, with a bar on a terminal."""
+    """So many texts at a time, so that the first answers come early, with a bar on a terminal.
+    While they are worked on, notices go to standard error.
+    """
     from rich.console import Console
     from rich.progress import track
+
+    from clearhead.cli.notices import notices
 
     console = Console(stderr=True)
     starts: Iterable[int] = range(0, len(texts), size)
     if len(texts) > size and console.is_terminal:
         starts = track(list(starts), "texts", console=console, transient=True)
-    for start in starts:
-        yield texts[start : start + size]
+    with notices():
+        for start in starts:
+            yield texts[start : start + size]
 
 
 def say_json(**record: Any) -> None:
     """One object a line."""
     print(json.dumps(record, ensure_ascii=False), flush=True)
+
+
+@contextmanager
+def whole_file(path: str | Path) -> Iterator[IO[bytes]]:
+    """A file that is written beside its place and takes it when the block ends without an error."""
+    path = Path(path).resolve()  # a link stays, and what it leads to is replaced
+    new = None
+    try:
+        with tempfile.NamedTemporaryFile(
+            prefix=f".{path.name}-", dir=path.parent, delete=False
+        ) as file:
+            new = Path(file.name)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        new.chmod(0o644)
+        new.replace(path)
+    except OSError as error:
+        raise ClearheadError(
+            f"{path} could not be written ({error.strerror or error}); what was there before is as "
+            "it was."
+        ) from error
+    finally:
+        if new is not None:
+            new.unlink(missing_ok=True)
 
 
 def _lines(file: str | None) -> Iterator[str]:

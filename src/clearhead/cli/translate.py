@@ -27,11 +27,11 @@ class Args(TextArgs):
 
 def run(args: Args) -> None:
     """Load, translate, print."""
-    from clearhead.cli.models import open_model
+    from clearhead.cli.models import open_reader
     from clearhead.cli.texts import chunks, read_texts, say_json
 
     texts = read_texts(args.texts, args.file)
-    model = open_model(args.model)
+    model = open_reader(args.model)
     known = model.companions.get("generation_config.json", {})
     beams = (known.get("num_beams") or 5) if args.beams is None else args.beams
     begun, written = time.perf_counter(), 0

@@ -55,10 +55,10 @@ def run(args: Args) -> None:
 
         print(json.dumps(walk.to_dict(), ensure_ascii=False, indent=1, allow_nan=False))
         return
-    from rich.console import Console
+    from clearhead.cli.console import PlainConsole
 
     # No markup and no highlighting: a sentence may well contain "[red]" or a number.
-    _print_walk(Console(highlight=False, markup=False, emoji=False), walk)
+    _print_walk(PlainConsole(), walk)
 
 
 def _work_out(args: Args) -> Walk:

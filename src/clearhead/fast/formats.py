@@ -201,6 +201,8 @@ def look_up_rows(
         found = (found[:, :k].float() - OFFSET) * scales.index_select(0, flat)
         return found.view(*ids.shape, k)
     if form == "int4":
+        if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < len(scales):
+            raise IndexError("index out of range in self")  # as torch says it
         found = _of_words(_rows_of_words(stored)[flat // BESIDE, flat % BESIDE], k)
         return found.view(*ids.shape, k)
     return stored.index_select(0, flat).float().view(*ids.shape, k)

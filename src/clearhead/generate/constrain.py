@@ -26,7 +26,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from clearhead.errors import ClearheadError, require
-from clearhead.text.pieces import token_bytes
+from clearhead.text.pieces import pieces_of
 
 STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -149,13 +149,13 @@ class Constraint:
 
 def _pieces(tokenizer: Any) -> list[bytes | None]:
     """What each token writes."""
-    found = token_bytes(tokenizer)
-    require(
-        found is not None,
-        "A constraint cannot follow this tokeniser: its decoder puts blanks between words by "
-        "itself. Byte-level, sentencepiece and character vocabularies work.",
-    )
-    return list(found or ())
+    found = pieces_of(tokenizer)
+    if found is None:
+        raise ClearheadError(
+            "A constraint cannot follow this tokeniser: its decoder puts blanks between words by "
+            "itself. Byte-level, sentencepiece and character vocabularies work."
+        )
+    return list(found.of)
 
 
 class _Tokens:

@@ -88,4 +88,5 @@ def _candidate(
     # Masks that are left are shown, the tokens around a text are not.
     around = tokenizer.special_ids - {tokenizer.mask_id, id}
     text = tokenizer.decode([one for one in filled if one not in around], special=True)
-    return Candidate(tokenizer.decode([id], special=True).strip(), probability, id, text.strip())
+    token = tokenizer.decode([id], special=True)
+    return Candidate(token.strip(" ") or token, probability, id, text.strip(" "))

@@ -19,7 +19,7 @@ from clearhead.generate.sampling import Sampling
 from clearhead.generate.search import Contrast, Way, check_way
 from clearhead.generate.settings import drawing_said, end_ids, patience_said, rules_said
 from clearhead.generate.speculative import DraftModel, PromptLookup
-from clearhead.text.pieces import tokens_that_write, ways_to_write
+from clearhead.text.pieces import pieces_of, tokens_that_write, ways_to_write
 
 # What a call may say -> one line each; the help of `generate` and the documentation have these.
 DRAWING = {
@@ -161,7 +161,7 @@ def _way(
     )
     if asked == ["beams"]:
         require(
-            n <= beams,
+            n <= settings["beams"],
             f"n is {n} and beams {beams}: a search has no more texts than it follows. Say "
             f"beams={n} or more, or n={beams} or fewer.",
         )
@@ -199,7 +199,7 @@ def _rules(
     if "bias" in given:
         given["bias"] = _bias(given["bias"], tokenizer)
     if "banned" in given:
-        given["banned"] = _banned(given["banned"], tokenizer)
+        given["banned"] = _banned(given["banned"], tokenizer, stop)
     if "first" in given:
         given["first"] = _ids(given["first"], tokenizer, "begin_with")
     values = rules_said(said, vocab_size)
@@ -247,11 +247,6 @@ def _bias(bias: Any, tokenizer: Any) -> tuple[tuple[int, float], ...]:
     found: dict[int, float] = {}
     for token, value in bias.items():
         ids = _single(token, tokenizer)
-        require(
-            len(ids) > 0,
-            f"logit_bias is for single tokens, and {token!r} has several: name an id, or use "
-            "banned.",
-        )
         require(isinstance(value, (int, float)), f"A bias is a number, not {value!r}.")
         found |= dict.fromkeys(ids, float(value))
     return tuple(found.items())
@@ -260,12 +255,28 @@ def _bias(bias: Any, tokenizer: Any) -> tuple[tuple[int, float], ...]:
 def _single(token: Any, tokenizer: Any) -> Sequence[int]:
     """The tokens that write a text alone, or the one that is named."""
     own = _ids(token, tokenizer, "logit_bias")
-    found = tokens_that_write(token, tokenizer) if isinstance(token, str) else []
-    return found or (own if len(own) == 1 else ())
+    if isinstance(token, str) and (pieces := pieces_of(tokenizer)) is not None:
+        special = len(own) == 1 and pieces.of[own[0]] is None
+        own = tuple(tokens_that_write(token, tokenizer)) or (own if special else ())
+        spaced = tokens_that_write(f" {token}", tokenizer)
+        require(
+            bool(own),
+            f"logit_bias is for single tokens, and none writes {token!r} alone: name an id, or use "
+            "banned." + (f" {f' {token}'!r}, with a blank, is one." if spaced else ""),
+        )
+        return own
+    require(
+        len(own) == 1,
+        f"logit_bias is for single tokens, and {token!r} has {len(own)}: name an id, or use "
+        "banned.",
+    )
+    return own
 
 
-def _banned(banned: Any, tokenizer: Any) -> list[tuple[int, ...]]:
-    """A word is banned wherever it stands and behind a blank; ids as they are."""
+def _banned(banned: Any, tokenizer: Any, stop: frozenset[int]) -> list[tuple[int, ...]]:
+    """A word is banned wherever it stands and behind a blank, in the tokens that the tokeniser
+    makes of it; ids as they are. No way that has an end in it is meant.
+    """
     require(
         isinstance(banned, (int, Iterable)), f"banned is a list of texts or ids, not {banned!r}."
     )
@@ -275,9 +286,10 @@ def _banned(banned: Any, tokenizer: Any) -> list[tuple[int, ...]]:
         if not isinstance(words, str):
             found.append(_ids(words, tokenizer, "banned"))
             continue
-        found += ways_to_write(words, tokenizer)
+        ways = ways_to_write(words, tokenizer)
         if not words[0].isspace():
-            found += ways_to_write(" " + words, tokenizer)
+            ways += ways_to_write(" " + words, tokenizer)
+        found += [ids for ids in ways if len(ids) == 1 or not stop & set(ids)]
     return list(dict.fromkeys(found))
 
 

@@ -65,7 +65,7 @@ def tell_cut(lengths: Iterable[int], max_len: int) -> None:
         warnings.warn(
             f"{longer} of {len(lengths)} texts have more than the {max_len} tokens that the model "
             f"reads (the longest {max(lengths)}): what is beyond is left out. Cut them into parts.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

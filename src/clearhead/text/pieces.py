@@ -9,54 +9,71 @@ from __future__ import annotations
 import json
 import re
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from clearhead.text.sentencepiece import BLANK
 from clearhead.text.tiktoken import byte_letters
 
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_KNOWN: weakref.WeakKeyDictionary[Any, Sequence[bytes | None] | None] = weakref.WeakKeyDictionary()
+PROBES = ("\n", ",", ".", "a")  # behind one of them a text stands without a blank before it
 
 
-def tokens_that_write(text: str, tokenizer: Any) -> list[int]:
-    """The single tokens that write just this."""
-    pieces, wanted = token_bytes(tokenizer) or (), text.encode()
-    return [id for id, piece in enumerate(pieces) if piece == wanted]
+@dataclass(frozen=True)
+class Pieces:
+    """What the tokens of a vocabulary write."""
+
+    of: list[bytes | None]
+    """id -> what it writes; None for special tokens and for ids that are none."""
+    ids: dict[bytes, list[int]]
+    """What is written -> the single tokens that do."""
 
 
-def ways_to_write(text: str, tokenizer: Any) -> list[tuple[int, ...]]:
-    """Tokens that write a text: each single one that does, and those that the tokeniser makes of it
-    where it begins a line or stands behind one: sentencepiece puts a blank before the first.
-    """
-    found = [(id,) for id in tokens_that_write(text, tokenizer)]
-    found.append(tuple(tokenizer.encode(text, special=False)))
-    line = tokenizer.encode("\n", special=False)
-    behind = tokenizer.encode("\n" + text, special=False)
-    if behind[: len(line)] == line and tokenizer.unk_id not in line:
-        found.append(tuple(behind[len(line) :]))
-    return [ids for ids in dict.fromkeys(found) if ids]
+_KNOWN: weakref.WeakKeyDictionary[Any, Pieces | None] = weakref.WeakKeyDictionary()
 
 
-def token_bytes(tokenizer: Any) -> Sequence[bytes | None] | None:
-    """What each token writes; None for special tokens and for ids that are none, and None as a
-    whole where that depends on the tokens beside it.
-    """
+def pieces_of(tokenizer: Any) -> Pieces | None:
+    """Those of a tokeniser; None where what a token writes depends on the tokens beside it."""
     if tokenizer not in _KNOWN:
         _KNOWN[tokenizer] = _read(tokenizer)
     return _KNOWN[tokenizer]
 
 
-def _read(tokenizer: Any) -> list[bytes | None] | None:
+def tokens_that_write(text: str, tokenizer: Any) -> list[int]:
+    """The single tokens that write just this."""
+    pieces = pieces_of(tokenizer)
+    return [] if pieces is None else pieces.ids.get(text.encode(), [])
+
+
+def ways_to_write(text: str, tokenizer: Any) -> list[tuple[int, ...]]:
+    """Tokens that write a text: each single one that does, and those that the tokeniser makes of it
+    where it begins and where it stands behind something: sentencepiece puts a blank before the
+    first. None of them is the token for what is unknown, which may write anything.
+    """
+    alone = tokenizer.encode(text, special=False)  # first: it refuses what is no text
+    found = [*((id,) for id in tokens_that_write(text, tokenizer)), tuple(alone)]
+    for probe in PROBES:
+        before = tokenizer.encode(probe, special=False)
+        both = tokenizer.encode(probe + text, special=False)
+        if before and tokenizer.unk_id not in before and both[: len(before)] == before:
+            found.append(tuple(both[len(before) :]))
+            break
+    return [ids for ids in dict.fromkeys(found) if ids and tokenizer.unk_id not in ids]
+
+
+def _read(tokenizer: Any) -> Pieces | None:
     decode = _spelling(tokenizer)
     if decode is None:
         return None
-    found: list[bytes | None] = [None] * tokenizer.vocab_size
+    of: list[bytes | None] = [None] * tokenizer.vocab_size
+    ids: dict[bytes, list[int]] = {}
     hidden = tokenizer.special_ids | {tokenizer.unk_id}
     for token, id in tokenizer.backend.get_vocab().items():
         if id not in hidden:
-            found[id] = decode(token)
-    return found
+            of[id] = decode(token)
+            ids.setdefault(decode(token), []).append(id)
+    return Pieces(of, ids)
 
 
 def _spelling(tokenizer: Any) -> Any:

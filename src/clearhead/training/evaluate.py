@@ -85,9 +85,9 @@ def evaluate(
     records = [] if objective.stream else list(corpus.records(split))
     with model.net.at_rest():
         if isinstance(objective, Seq2seq):
-            return _loss(model, objective, corpus, split, how) | _written(
-                model, objective, records, how
-            )
+            # First what is written: beams that cannot be are refused before the loss is measured.
+            written = _written(model, objective, records, how)
+            return _loss(model, objective, corpus, split, how) | written
         if isinstance(objective, Classification):
             return _classified(model, objective, records)
         if isinstance(objective, Tagging):
