@@ -260,14 +260,15 @@ def test_compiled_code_is_kept_on_disk(tmp_path, monkeypatch):
 
 def near(form, found, expected, tolerance):
     """Close; where x is rounded (int8, int4) a last digit, which is another on every processor, may
-    tip a number over, and with it a token and those that look at it: most see none of that.
+    tip a number over, and with it a token; of a source in int4, the text that looks at it.
     """
     if form not in WHOLE:
         close(found, expected, tolerance)
         return
     off = (found - expected).abs().amax(dim=-1)
-    assert len(off) > 2  # a text does not look at another
-    assert float(off.median()) <= tolerance
+    assert len(off) > 1
+    tipped = off > tolerance
+    assert int(tipped.sum() if form == "int8" else tipped.any(dim=1).sum()) <= 1
     assert float(off.max()) < 5e-2
 
 
@@ -288,7 +289,7 @@ def test_every_family_computes_what_its_unpacked_weights_compute(name, form):
                 linear.register_forward_pre_hook(
                     lambda _, given, form=module.form: as_read(given[0], form)
                 )
-        ids = tokens(4, 9)
+        ids = tokens(2, 9)
         given = (ids, ids[:, :5]) if isinstance(net, EncoderDecoder) else (ids,)
         near(form, fast(*given), twin(*given), 2e-5)
 
