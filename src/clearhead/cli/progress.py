@@ -357,9 +357,7 @@ def _writes(trainer: Trainer) -> bool:
 
 
 def _next_steps(trainer: Trainer) -> Iterator[str]:
-    from clearhead.cli.main import VERBS
     from clearhead.data.objectives import NextToken, Seq2seq
-    from clearhead.models.family import family
     from clearhead.training.sample import prompt_of
 
     assert trainer.folder is not None
@@ -372,29 +370,33 @@ def _next_steps(trainer: Trainer) -> Iterator[str]:
         yield f"import clearhead as ch; print({opened}.translate('...'))"
     else:
         yield f"import clearhead as ch; model = {opened}"
-    if objective.kind in USES:
-        verb, words, why = USES[objective.kind]
-        yield f"{f'clearhead {verb} {folder} {words}':<47} {why}"
-    kind = trainer.job.model.config.kind
-    export = {}
+    commands = list(_commands(trainer))
+    width = max(len(command) for command, _ in commands)
+    for command, why in commands:
+        yield f"{command:<{width}}  {why}"
+
+
+def _commands(trainer: Trainer) -> Iterator[tuple[str, str]]:
+    """What can be done with a run, and what for."""
+    from clearhead.models.family import family
+
+    assert trainer.folder is not None
+    folder, kind = trainer.folder.path, trainer.job.model.config.kind
+    if trainer.job.objective.kind in USES:
+        verb, words, why = USES[trainer.job.objective.kind]
+        yield f"clearhead {verb} {folder} {words}", why
+    yield f"clearhead eval {folder}", "figures with their uncertainty"
+    yield f"clearhead diagnose {folder}", "what went well, what to change"
     if hasattr(family(kind), "to_hf"):
-        export = {"export": (f"clearhead export {folder} OUT", "for transformers (--to: others)")}
+        yield f"clearhead export {folder} OUT", "for transformers (--to: others)"
     elif not kind.startswith("rnn"):
-        export = {"export": (f"clearhead export {folder} OUT --to onnx", "for ONNX runtimes")}
-    commands = {
-        "eval": (f"clearhead eval {folder}", "figures with their uncertainty"),
-        "diagnose": (f"clearhead diagnose {folder}", "what went well, what to change"),
-        **export,
-        "runs": ("clearhead runs", "all runs side by side"),
-    }
-    for verb, (command, why) in commands.items():
-        if verb in VERBS:
-            yield f"{command:<47} {why}"
+        yield f"clearhead export {folder} OUT --to onnx", "for ONNX runtimes"
+    yield "clearhead runs", "all runs side by side"
     steps, optim = trainer.recipe.train.steps, trainer.recipe.optim
     now, then = (optim.schedule.factor(steps, n, optim.warmup) for n in (steps, 2 * steps))
-    longer = f"clearhead train {folder} --resume --steps {2 * steps}"
     jump = f" (its rate goes up again, from {optim.lr * now:.2g} to {optim.lr * then:.2g})"
-    yield f"{longer:<47} twice as long{jump if then > now else ''}"
+    longer = f"clearhead train {folder} --resume --steps {2 * steps}"
+    yield longer, f"twice as long{jump if then > now else ''}"
 
 
 def duration(seconds: float) -> str:
