@@ -33,16 +33,13 @@ def run(args: Args) -> None:
             found = model.fill(text, best=args.best)
             masks = found if isinstance(found[0], list) else [found]
             for number, candidates in enumerate(masks, 1):
-                tokens = [model.tokenizer.decode([one.id], special=True) for one in candidates]
-                pairs = list(zip(candidates, tokens, strict=True))
                 if args.json:
-                    records = [asdict(one) | {"token": token} for one, token in pairs]
-                    say_json(text=text, mask=number, candidates=records)
+                    say_json(text=text, mask=number, candidates=[asdict(one) for one in candidates])
                     continue
                 if len(masks) > 1 or len(texts) > 1:
                     print(f"{_visible(text)}  [{number}]")
-                for one, token in pairs:
-                    name = _visible(token).strip() or repr(token)  # a blank alone is in quotes
+                for one in candidates:
+                    name = _visible(one.token).strip() or repr(one.token)  # a blank is in quotes
                     print(f"{one.probability:.3f}  {name:<16} {_visible(one.text)}", flush=True)
 
 

@@ -200,7 +200,7 @@ def dot(f: Function, sums: Any, w: Any, x: Any) -> Any:
         name = f"llvm.x86.avx512.vpdpbusd.{32 * f.shape.lanes}"
         return f.b.call(f.outside(name, kind, [kind, kind, kind]), [sums, w, x])
     if f.shape.dot == "plain":
-        return f.b.add(sums, paired(f, paired(f, f.b.mul(w, x))))
+        return f.b.add(sums, _paired(f, _paired(f, f.b.mul(w, x))))
     # w x is |w| times x with the sign of w: AVX2 multiplies bytes without a sign by those with one.
     # Two products come to 2 * 127 * 127 at the most, which 16 bits hold.
     own, size = w
@@ -212,7 +212,7 @@ def dot(f: Function, sums: Any, w: Any, x: Any) -> Any:
     return f.b.add(sums, f.b.call(fours, [two, ir.Constant(halves, [1] * halves.count)]))
 
 
-def paired(f: Function, vector: Any) -> Any:
+def _paired(f: Function, vector: Any) -> Any:
     """Neighbours added."""
     even, odd = (f.shuffle(vector, vector, list(range(i, vector.type.count, 2))) for i in (0, 1))
     return f.b.add(even, odd)
