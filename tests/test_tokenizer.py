@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from pathlib import Path
 
 import pytest
 import transformers
@@ -111,6 +112,13 @@ def test_training_again_gives_the_same(tokenizer, tmp_path):
             tokenizer.vocab_size, "characters"
         )
     assert trained(kind).backend.to_str() == tokenizer.backend.to_str()
+
+
+@pytest.mark.parametrize("size", [300, 800])
+def test_pieces_of_one_score_have_one_order(size):
+    text = (Path(__file__).parents[1] / "LICENSE").read_text(encoding="utf-8")
+    first, *more = (train_tokenizer("unigram", [text], size).backend.to_str() for _ in range(6))
+    assert more == [first] * 5
 
 
 def test_vocab_size_is_the_size():

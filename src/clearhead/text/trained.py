@@ -178,7 +178,7 @@ def _unigram(
     first = next(texts, "")  # or the trainer would complain of no text in its own way
     backend.train_from_iterator(chain([first], texts), trainer)
     described = json.loads(backend.to_str())["model"]
-    pieces = [(token, round(score, 6)) for token, score in described["vocab"]]
+    pieces = [(token, score) for token, score in described["vocab"]]
     count = len(specials)
     pieces = [*pieces[:count], *_settled(pieces[count:])]
     backend.model = models.Unigram(pieces, described["unk_id"], False)
@@ -191,19 +191,29 @@ def _settled(pieces: list[tuple[str, float]]) -> list[tuple[str, float]]:
     The trainer goes through hash tables: the last digits differ, and so does the order of equals
     and of characters it only keeps to be complete, whose scores it makes up in steps of 0.0001.
     """
-    pieces = sorted(pieces, key=lambda piece: (-piece[1], piece[0]))
-    runs: list[list[tuple[str, float]]] = []
-    for token, score in pieces:
-        near = runs and runs[-1][-1][1] - score < 0.00011
-        if near and len(token) == len(runs[-1][-1][0]) == 1:
-            runs[-1].append((token, score))
-        else:
-            runs.append([(token, score)])
-    return [
+    letters = [piece for piece in pieces if len(piece[0]) == 1]
+    longer = [piece for piece in pieces if len(piece[0]) > 1]
+    steps = [
         (token, score)
-        for run in runs
+        for run in _runs(letters, 0.00011)
         for token, (_, score) in zip(sorted(token for token, _ in run), run, strict=True)
     ]
+    return [
+        (token, round(run[0][1], 6))
+        for run in _runs([*longer, *steps], 1e-9)
+        for token in sorted(token for token, _ in run)
+    ]
+
+
+def _runs(pieces: list[tuple[str, float]], apart: float) -> list[list[tuple[str, float]]]:
+    """The pieces by falling score, cut where two neighbours are further `apart`."""
+    runs: list[list[tuple[str, float]]] = []
+    for piece in sorted(pieces, key=lambda piece: -piece[1]):
+        if runs and runs[-1][-1][1] - piece[1] < apart:
+            runs[-1].append(piece)
+        else:
+            runs.append([piece])
+    return runs
 
 
 def _room(vocab_size: int | None, least: int) -> int:
