@@ -154,8 +154,9 @@ def main(args: Args) -> None:
             beside = beside_whom(name, times)
             median, best, ratio, low, high = summary(times[name], times[beside])
             roof = None
-            if bandwidth and one.held:
-                roof = one.held * stage.work.new / (median / 1e3) / (bandwidth * 1e9)
+            held = one.held()
+            if bandwidth and held:
+                roof = held * stage.work.new / (median / 1e3) / (bandwidth * 1e9)
             speed = 1e3 * stage.count / median
             ratios = (ratio, low, high)
             results[name] = Result(speed, median, best, *ratios, beside, shares[name], roof)
@@ -171,7 +172,7 @@ class Player:
         self.process = SPAWN.Process(target=play, args=(there, args, folder, name), daemon=True)
         self.process.start()
         there.close()
-        self.held, self.output = self.answer()
+        self.output = self.answer()
 
     def answer(self) -> Any:
         """What it says next; what it raised is raised here."""
@@ -188,15 +189,22 @@ class Player:
         self.pipe.send("go")
         return self.answer()
 
+    def held(self) -> float:
+        """The bytes of weights that a step reads."""
+        self.pipe.send("held")
+        return self.answer()
+
 
 def play(pipe: Any, args: Args, folder: Path, name: str) -> None:
     """What a contender's process does: get ready, do the work once, then again when it is told."""
     torch.set_num_threads(args.threads)
     try:
         contender = STAGES[args.task](args, folder).offers[name]()
-        pipe.send((contender.held, contender.read(contender.run())))
+        pipe.send(contender.read(contender.run()))
         while True:
-            pipe.recv()
+            if pipe.recv() == "held":
+                pipe.send(contender.held() if callable(contender.held) else contender.held)
+                continue
             start = time.perf_counter()
             contender.run()
             pipe.send(time.perf_counter() - start)

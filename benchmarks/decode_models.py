@@ -40,8 +40,8 @@ class Contender:
     """Does all of it once."""
     read: Callable[[Any], Any]
     """What came out, as the ids that were written, or as vectors."""
-    held: float = 0.0
-    """Bytes of its weights, which every step reads; 0: not counted."""
+    held: float | Callable[[], float] = 0.0
+    """Bytes of weights that a step reads, as it is in the end; 0: not counted."""
 
 
 @dataclass

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from train_step import fill, load_nanogpt, named
 
 import clearhead as ch
-from clearhead.fast.form import packed_tensors
+from clearhead.fast.form import step_bytes
 from clearhead.models import bert, gpt2
 from clearhead.weights.convert import to_theirs
 
@@ -33,10 +33,10 @@ BYTES = {"fp32": 4.0, "f32": 4.0, "f16": 2.0, "int8": 1.0, "q8_0": 34 / 32}
 def own_decoder(work: Work, form: Any = "fp32") -> Contender:
     """`model.generate` as it is, in a form of the weights; fp32 it takes by itself."""
     model = work.model if form == "fp32" else work.model.fast(form)
-    packed = packed_tensors(model.net).values()
-    held = sum(tensor.nbytes for tensor in (*model.net.parameters(), *packed))
     return Contender(
-        lambda: model.generate(work.texts, max_new_tokens=work.new), work.encode, float(held)
+        lambda: model.generate(work.texts, max_new_tokens=work.new),
+        work.encode,
+        lambda: step_bytes(model._quick(model.net)),
     )
 
 

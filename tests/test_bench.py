@@ -46,6 +46,13 @@ def test_the_best_round_counts_and_the_first_one_only_warms_up():
     assert second.share is None
 
 
+def test_a_share_is_that_of_what_a_step_reads():
+    reads = {"a": lambda: 5 * 10**8}
+    given = {"a": lambda work: Times(1.0, 1.0)}, {"a": 10**9}, Work(prompt=1, new=2, rows=1)
+    (found,) = race(*given, rounds=1, bandwidth=8.0, reads=reads)
+    assert (found.share, found.held) == (pytest.approx(1.0 / 16.0), 10**9)
+
+
 @pytest.mark.parametrize("name", ["gpt2", "transformer"])
 def test_a_decoder_writes_every_token(name):
     model = ch.build(name, seed=0, **SIZES)

@@ -268,7 +268,7 @@ def test_export_says_that_transformers_draws_a_pooler(theirs, tmp_path, capsys):
     ("row", "files"),
     [("gpt2 lm", ["model", "decoder_with_past"]), ("bert none", ["model"])],
 )
-def test_export_names_the_graphs(row, files, theirs, tmp_path, capsys):
+def test_export_names_the_graphs(row, files, theirs, tmp_path, capsys, unchecked):
     pytest.importorskip("onnxscript")
     code, out, _ = run(capsys, "export", theirs(row), tmp_path / "out", "--to", "onnx")
     assert code == 0

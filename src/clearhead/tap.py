@@ -173,6 +173,11 @@ def _listening(pairs: list[tuple[Tap, Listener]]) -> Iterator[None]:
             tap.listeners = tuple(other for other in tap.listeners if other is not listener)
 
 
+def hooked(module: Any) -> bool:
+    """Whether somebody waits for a module to be called, by torch's own hooks."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 def _matching(net: Any, globs: tuple[str, ...]) -> list[tuple[str, Tap]]:
     """The taps that match any of the globs; a glob that matches none is an error."""
     if not globs:

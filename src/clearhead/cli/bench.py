@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
@@ -94,7 +95,7 @@ def _check_room(model: Model, work: Work) -> None:
 
 
 def _measure(model: Model, args: Args, work: Work, roofs: Roofs) -> list[Speed]:
-    from clearhead.fast.form import form_of, packed_tensors
+    from clearhead.fast.form import form_of, held_bytes, step_bytes
     from clearhead.measure import speed
 
     writes = model.config.shape in ("decoder", "encoder-decoder")
@@ -104,18 +105,17 @@ def _measure(model: Model, args: Args, work: Work, roofs: Roofs) -> list[Speed]:
     )
     make = speed.decoder if writes else speed.encoder
     size = model.config.vocab_size
-    contenders, held = {}, {}
+    contenders, held, reads = {}, {}, {}
     own = form_of(model.net)  # packed weights have the one form
     for form in args.forms if own is None else (own,):
         net = model.net if form == "plain" else model.fast(form).net  # type: ignore[arg-type]
         contenders[form] = make(net, size)
-        packed = packed_tensors(net).values()
-        held[form] = sum(tensor.nbytes for tensor in (*net.parameters(), *packed))
+        held[form], reads[form] = held_bytes(net), partial(step_bytes, net)
     with tempfile.TemporaryDirectory() as folder:
         if model.config.shape == "decoder" and _export(model, f"{folder}/peer"):
             contenders["transformers"] = speed.transformers_decoder(f"{folder}/peer", size)
             held["transformers"] = sum(p.nbytes for p in model.net.parameters())
-        return speed.race(contenders, held, work, args.rounds, roofs.bandwidth)
+        return speed.race(contenders, held, work, args.rounds, roofs.bandwidth, reads)
 
 
 def _export(model: Model, folder: str) -> bool:

@@ -233,8 +233,8 @@ def _record(text: Written) -> dict[str, Any]:
 
 
 def _speed(model: Model, text: Written) -> str:
-    """How fast it was, and how fast reading every weight once a token would be."""
-    from clearhead.fast.form import form_of, packed_tensors
+    """How fast it was, and how fast reading the weights once a token would be."""
+    from clearhead.fast.form import form_of, step_bytes
     from clearhead.measure.roofs import measure
 
     said = f"{text.prompt_tokens} tokens of prompt, {len(text.ids)} new: "
@@ -244,11 +244,10 @@ def _speed(model: Model, text: Written) -> str:
     roofs = measure(("bandwidth",)).roofs
     if roofs is None or roofs.bandwidth is None:
         return said
-    packed = packed_tensors(model.net).values()
-    held = sum(tensor.nbytes for tensor in (*model.net.parameters(), *packed))
-    roof = roofs.bandwidth * 1e9 / held
+    read = step_bytes(model._quick(model.net))
+    roof = roofs.bandwidth * 1e9 / read
     form = form_of(model.net) or "fp32"
     return (
         f"{said}: {text.tokens_a_second / roof:.0%} of what the memory allows ({form}, "
-        f"{held / 1e6:.0f} MB a token, {roofs.bandwidth:.0f} GB/s)"
+        f"{read / 1e6:.0f} MB a token, {roofs.bandwidth:.0f} GB/s)"
     )

@@ -76,11 +76,9 @@ def _losses(before: float, after: float) -> str:
 
 
 def _bytes(model: Model) -> int:
-    """What the model's tensors hold, packed or not."""
-    from clearhead.fast.form import packed_tensors
+    from clearhead.fast.form import held_bytes
 
-    packed = packed_tensors(model.net).values()
-    return sum(tensor.nbytes for tensor in (*model.net.parameters(), *packed))
+    return held_bytes(model.net)
 
 
 def _read(path: Path) -> str:

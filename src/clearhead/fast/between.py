@@ -23,6 +23,7 @@ from clearhead.fast import compile as compiled
 from clearhead.fast.formats import WHOLE, scratch_bytes
 from clearhead.fast.linear import SMALL, FastLinear
 from clearhead.layers.ffn import ACTIVATIONS
+from clearhead.tap import hooked
 
 QUERIES = 8  # of a head; from there on torch's kernel is as quick
 KEYS = 2**14  # each has a number on the stack
@@ -131,7 +132,7 @@ class Joint:
         rows = x.numel() // k
         if (
             rows == 0
-            or not all(linear.here and not _heard(linear) for linear in self.linears)
+            or not all(linear.here and not hooked(linear) for linear in self.linears)
             or x.dtype != torch.float32
             or x.shape[-1] != k
             or not x.is_cpu
@@ -164,11 +165,6 @@ class Joint:
 
 def _learning(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
-def _heard(module: Any) -> bool:
-    """Whether somebody waits for a module to be called."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def joint(*layers: Any) -> Joint | None:

@@ -48,6 +48,7 @@ HEAD_FACTS = (
     *("heads", "d", "queries", "keys", "causal", "scale", "asking", "seen", "tops", "shares"),
     *(f"{name}{what}" for name in TENSORS for what in ("", "_row", "_head", "_token")),
 )
+TOKENS = 256  # of a head, that `bounds` looks at together
 FORK, WHO, TEAM = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"  # of torch's OpenMP
 OLDEST = (0, 46)  # of llvmlite; before, addresses had types
 _listeners: list[Callable[[str], None]] = []

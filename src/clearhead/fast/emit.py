@@ -32,7 +32,7 @@ from llvmlite import ir
 
 from clearhead.fast import panels
 from clearhead.fast.compile import FORK, TEAM, WHO
-from clearhead.fast.formats import GROUP, MANY
+from clearhead.fast.formats import GROUP, MANY, STRIP
 from clearhead.fast.groups import group
 from clearhead.fast.words import (
     F32,
@@ -40,7 +40,6 @@ from clearhead.fast.words import (
     I64,
     LINE,
     POINTER,
-    STRIP,
     VOID,
     Function,
     Shape,

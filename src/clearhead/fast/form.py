@@ -22,6 +22,7 @@ from clearhead.fast import compile as compiled
 from clearhead.fast.between import FastSoftmax, fast_activation, joint
 from clearhead.fast.blocks import GPU, compile_blocks
 from clearhead.fast.formats import FORMS, GROUP, Form, pack, stored_as
+from clearhead.fast.likeliest import likeliest
 from clearhead.fast.linear import FastEmbedding, FastLinear
 from clearhead.fast.program import program
 from clearhead.fast.reading import reader
@@ -30,7 +31,8 @@ from clearhead.layers.ffn import FFN, GatedFFN
 from clearhead.layers.stack import Stack
 from clearhead.memory import keep_freed_memory
 from clearhead.models.base import Decoder, EncoderDecoder, Net
-from clearhead.tap import taps
+from clearhead.models.heads import LMHead
+from clearhead.tap import hooked, taps
 
 # Weights in linear layers from which on the fp32 form is taken unasked: of a model that reads (a
 # smaller one is read from the cache anyway), and of one that writes, whose steps become one call.
@@ -117,7 +119,7 @@ def worth_it(net: Net) -> bool:
         return False
     count = 0
     for module in net.modules():
-        if isinstance(module, FastLinear) or module._forward_hooks or module._forward_pre_hooks:
+        if isinstance(module, FastLinear) or hooked(module):
             return False
         count += module.weight.numel() if type(module) is nn.Linear else 0
     writes = isinstance(net, (Decoder, EncoderDecoder))
@@ -172,6 +174,18 @@ def count_weights(net: nn.Module) -> int:
     packed = [m for m in net.modules() if isinstance(m, FastLinear) and m.form != "fp32"]
     plain = sum(parameter.numel() for parameter in net.parameters())
     return plain + sum(module.in_features * module.out_features for module in packed)
+
+
+def held_bytes(net: nn.Module) -> int:
+    """What the weights of a network take, packed or not."""
+    return sum(tensor.nbytes for tensor in (*net.parameters(), *packed_tensors(net).values()))
+
+
+def step_bytes(net: nn.Module) -> int:
+    """What of them a greedy step reads, as the network now is: all, or of the head its codes."""
+    head = getattr(net, "head", None)
+    finder = head.likeliest if isinstance(head, LMHead) else None
+    return held_bytes(net) - (0 if finder is None else finder.left_out)
 
 
 def packed_tensors(net: nn.Module) -> dict[str, Tensor]:
@@ -287,6 +301,8 @@ def _quicken(net: Net) -> None:
                 module.kernel = FastSoftmax(module.kernel)
         elif isinstance(module, GatedFFN):
             module.joint = joint(module.gate_proj, module.in_proj)
+        elif isinstance(module, LMHead):
+            module.likeliest = likeliest(module.proj)
         if isinstance(module, (FFN, GatedFFN)):
             module.activation = fast_activation(module.activation)
     for module in net.modules():

@@ -26,6 +26,7 @@ from torch import Tensor
 Form = Literal["fp32", "bf16", "int8", "int4"]
 FORMS: tuple[Form, ...] = ("fp32", "bf16", "int8", "int4")
 GROUP = 32  # weights that share a scale
+STRIP = 4  # rows of W that fp32 and bf16 work on together: no product has fewer
 MANY = 32  # rows of x; up to here products take W in strips, from there on in panels
 WHOLE: tuple[Form, ...] = ("int8", "int4")  # whose products are of whole numbers
 READ = {

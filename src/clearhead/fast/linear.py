@@ -20,6 +20,7 @@ from clearhead.fast import compile as compiled
 from clearhead.fast.formats import (
     BESIDE,
     GROUP,
+    STRIP,
     WHOLE,
     Form,
     as_read,
@@ -112,6 +113,19 @@ class FastLinear(nn.Module):
         else:
             run(x.data_ptr(), *self.addresses, *ends, threads, 0)
         return out
+
+    def some(self, x: Float[Tensor, "m k"], which: Int[Tensor, " n"]) -> Float[Tensor, "m n"]:
+        """Some outputs, just as the whole product has them; for who knows that it can be `here`,
+        and of fp32 or bf16.
+        """
+        index = which if len(which) >= STRIP else which.repeat(STRIP)  # a strip at least
+        weight, scales, bias = self.tensors
+        weight, bias = weight.index_select(0, index), bias.index_select(0, index)
+        out = x.new_empty(len(x), len(index))
+        given = x.data_ptr(), weight.data_ptr(), scales.data_ptr(), bias.data_ptr(), out.data_ptr()
+        threads = 1 if out.numel() * self.in_features < SMALL else compiled.threads()
+        compiled.product(self.form).run(*given, len(x), len(index), self.in_features, threads, 0)
+        return out[:, : len(which)]
 
     def many(self, x: Float[Tensor, "*b k"]) -> Float[Tensor, "*b n"]:
         """The same through torch's product: for other devices and other types."""

@@ -23,9 +23,9 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from clearhead.fast.formats import GROUP
+from clearhead.fast.formats import GROUP, STRIP
 from clearhead.fast.groups import group
-from clearhead.fast.words import F32, I64, LINE, STRIP, Function
+from clearhead.fast.words import F32, I64, LINE, Function
 
 VECTORS = 2  # of outputs in a panel
 DEPTH = 512  # weights of a row that are turned at a time

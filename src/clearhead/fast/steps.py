@@ -8,6 +8,7 @@ queries; its tanh takes five times as long as it must.
     gelu, relu                      for `calls`; elsewhere PyTorch's own are as quick
     sequences                       attention within whole sequences: see the file of that name
     peaks                           the largest of a row and of its parts, and its sum of exp
+    lows, above                     which tokens may be the best: see `bounds`
     run_each                        several lists of calls at once, a thread each
 
 The slow twins are `Kernel.forward` and `ACTIVATIONS`.
@@ -23,6 +24,7 @@ from llvmlite import ir
 
 from clearhead.fast import emit, rows
 from clearhead.fast.bends import BENDS, CHUNK, exponents, pointwise, write_peaks
+from clearhead.fast.bounds import write_above, write_lows
 from clearhead.fast.compile import FACTS
 from clearhead.fast.sequences import write_sequences
 from clearhead.fast.words import F32, I64, LINE, Function, Shape
@@ -37,6 +39,8 @@ def write_module(name: str, shape: Shape) -> str:
     <name>_sequences(q, k, v, out, facts, starts, sequences * heads, 0, threads, 0)
     <name>_silu(x, 0, 0, 0, out, 0, count, 0, threads, 0)
     <name>_peaks(x, tops, 0, 0, sums, width, rows, part, threads, 0)
+    <name>_lows(logits, bounds, reaches, 0, out, width, chunks, rows, threads, 0)
+    <name>_above(logits, bounds, reaches, least, out, width, chunks, rows, threads, 0)
     <name>_run_each(lists, 0, 0, 0, 0, 0, count, 0, threads, 0)
     and those of `rows`, whose arguments stand there
     """
@@ -46,6 +50,8 @@ def write_module(name: str, shape: Shape) -> str:
         "sequences": (1, write_sequences),
         "run_each": (1, rows.run_each),
         "peaks": (1, write_peaks),
+        "lows": (1, write_lows),
+        "above": (1, write_above),
         **rows.BODIES,
     }
     for own, bend in BENDS.items():

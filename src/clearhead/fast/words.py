@@ -12,7 +12,6 @@ from llvmlite import ir
 
 F32, I8, I16, I32, I64 = ir.FloatType(), *(ir.IntType(bits) for bits in (8, 16, 32, 64))
 POINTER, VOID = ir.PointerType(), ir.VoidType()
-STRIP = 4  # rows of W that are worked on together
 LINE = 64  # bytes that the memory delivers at once
 MAGIC = 3 << 22  # from here to 2^24, fp32 has the whole numbers alone
 BYTES = {"fp32": 4, "bf16": 2}  # of a weight; int8 and int4 have blocks of their own

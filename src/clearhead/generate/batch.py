@@ -3,8 +3,8 @@
 Prompts and sources may be ragged: empty slots are said by positions, each row counts from its own
 start, and every row gets what it would get alone, draws included (each row has its own dice). Rows
 that end leave the batch. It depends on the protocol of `models.base` alone (`new_cache`, `decode`,
-`decode_last`, and `encode` for an encoder-decoder), and it is a generator: whoever stops iterating
-stops the work.
+`decode_next`, `decode_last`, and `encode` for an encoder-decoder), and it is a generator: whoever
+stops iterating stops the work.
 """
 
 from __future__ import annotations
@@ -90,9 +90,10 @@ def decode_steps(
         room = [_room(row, max_len) for row in heads]
         prompts = [row.window for row in heads]
         cache, logits = prefill(net, prompts, room, memory, samples, prefixes)
+    which: Int[Tensor, " v"] | None = None
     while True:
         with torch.inference_mode():
-            new = choose_rows(logits, slots)
+            new = choose_rows(logits, slots, which)
         steps = [row.take(max_len, slide) for row in slots if row.end is None]
         yield steps
         if all(row.end is not None for row in slots):
@@ -105,9 +106,11 @@ def decode_steps(
                     row.slide(max_len)
                 room = [_room(row, max_len) for row in slots]
                 cache, logits = prefill(net, [row.window for row in slots], room)
+                which = None
                 continue
             slots, new = _drop(cache, slots, new, 1 if memory is None else samples)
-            logits = net.decode(new.unsqueeze(1), cache=cache)[:, -1]
+            greedy = all(row.greedy for row in slots)
+            logits, which = net.decode_next(new.unsqueeze(1), cache, greedy)
             check_logits(logits)
 
 

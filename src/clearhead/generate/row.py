@@ -91,6 +91,12 @@ class Row:
         """Whether anything but the model decides."""
         return self.constraint is not None or self.sampling.rules is not NONE
 
+    @property
+    def greedy(self) -> bool:
+        """Whether the largest logit is all that is asked for."""
+        how = self.sampling
+        return not (how.temperature or how.never or self.ruled) and self.likely is None
+
     def rule(self, logits: Float[Tensor, " v"]) -> Float[Tensor, " v"]:
         """The logits under this row's rules and its constraint."""
         how = self.sampling
@@ -135,9 +141,11 @@ class Row:
             self.slid += 1
 
 
-def choose_rows(logits: Float[Tensor, "b v"], rows: Sequence[Row]) -> Int[Tensor, " b"]:
+def choose_rows(
+    logits: Float[Tensor, "b v"], rows: Sequence[Row], which: Int[Tensor, " v"] | None = None
+) -> Int[Tensor, " b"]:
     """The next token of every row, which each row's `step` notes; rows with the same settings are
-    chosen together.
+    chosen together. `which`: of which tokens the logits are, for rows that are all greedy.
     """
     new = torch.empty(len(rows), dtype=torch.long, device=logits.device)
     parties: dict[int, list[int]] = {}
@@ -148,6 +156,8 @@ def choose_rows(logits: Float[Tensor, "b v"], rows: Sequence[Row]) -> Int[Tensor
             new = _choose_party(logits, rows)
         else:
             new[party] = _choose_party(logits[party], [rows[i] for i in party])
+    if which is not None:
+        new = which[new]
     for row, token in zip(rows, new.tolist(), strict=True):
         row.step = Step(row.number, token)
     _note_likely(logits, rows)

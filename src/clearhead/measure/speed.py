@@ -66,8 +66,11 @@ def race(
     work: Work,
     rounds: int = 3,
     bandwidth: float | None = None,
+    reads: Mapping[str, Callable[[], int]] | None = None,
 ) -> list[Speed]:
-    """The speed of each contender; `bandwidth` in GB/s gives shares."""
+    """The speed of each contender; `bandwidth` in GB/s gives shares. `reads`: how many bytes of its
+    weights a step reads in the end, where that may be another number than all of them.
+    """
     names = list(contenders)
     best: dict[str, Times] = {}
     for number in range(rounds + 1):  # the first one warms up
@@ -84,7 +87,8 @@ def race(
             written = work.rows * (work.new - 1) / times.rest
         share = None
         if bandwidth and written and size and work.rows == 1:
-            share = written * size / (bandwidth * 1e9)
+            read = reads[name]() if reads and name in reads else size
+            share = written * read / (bandwidth * 1e9)
         found.append(Speed(name, work.rows * work.prompt / times.first, written, size, share))
     return found
 
@@ -104,7 +108,9 @@ def decoder(net: Any, vocab_size: int) -> Contender:
             new = net.decode(new, cache=cache)[:, -1:].argmax(dim=-1)
             first = time.perf_counter()
             for _ in range(work.new - 1):
-                new = net.decode(new, cache=cache)[:, -1:].argmax(dim=-1)
+                logits, which = net.decode_next(new, cache, greedy=True)
+                new = logits.argmax(dim=-1, keepdim=True)
+                new = new if which is None else which[new]
             return Times(first - start, time.perf_counter() - first)
 
     return run

@@ -28,8 +28,11 @@ from clearhead.errors import ClearheadError, require
 from clearhead.layers.embed import Embedding
 from clearhead.layers.recurrent import RecurrentStack
 from clearhead.layers.stack import Memory, Stack
+from clearhead.models.heads import LMHead
+from clearhead.tap import hooked
 
 Ids = Int[Tensor, "b t"]
+Next = tuple[Float[Tensor, "b v"], Int[Tensor, " v"] | None]
 Ties = tuple[tuple[str, str], ...]
 
 
@@ -80,10 +83,27 @@ class Net(nn.Module):
         rows = torch.arange(len(ids), device=ids.device)
         return self.decode(ids, at=at, cache=cache)[rows, last]  # type: ignore[operator]
 
+    def decode_next(self, ids: Int[Tensor, "b 1"], cache: Cache, greedy: bool = False) -> Next:
+        """Logits of what follows one more token of each row, and of which tokens these are: None,
+        of all, in their order. If `greedy`, only the best token of a row is asked for.
+        """
+        return self.decode(ids, cache=cache)[:, -1], None  # type: ignore[operator]
+
     def new_place(self, place: dict[str, Any]) -> dict[str, Any]:
         """Device and dtype of the parameters, unless `place` says otherwise."""
         first = next(self.parameters())
         return {"device": first.device, "dtype": first.dtype} | place
+
+
+def _finds_best(head: Any) -> bool:
+    """Whether a head knows a shorter way to the best token than all logits."""
+    return isinstance(head, LMHead) and head.likeliest is not None and not hooked(head)
+
+
+def _best(head: Any, x: Tensor, at: Positions, cache: Cache) -> Next:
+    """Logits of tokens among which is the best one of each row."""
+    found = head.best(x[:, -1], cache)
+    return (head(x, at)[:, -1], None) if found is None else found
 
 
 class Encoder(Net):
@@ -165,6 +185,12 @@ class Decoder(Net):
         pos = at.pos.expand(len(ids), -1)[rows, last].unsqueeze(1)
         return self.head(x, replace(at, pos=pos, dense=False, ends=None))[:, 0]
 
+    def decode_next(self, ids: Int[Tensor, "b 1"], cache: Cache, greedy: bool = False) -> Next:
+        if not greedy or not _finds_best(self.head):
+            return super().decode_next(ids, cache)
+        at = self.embed.place(ids, None, cache)
+        return _best(self.head, self.states(ids, at, cache), at, cache)
+
     def forward(self, ids: Ids, at: Positions | None = None) -> Tensor:
         return self.decode(ids, at)
 
@@ -213,6 +239,13 @@ class EncoderDecoder(Net):
         )
         at = self.decoder.embed.place(target, at, cache)
         return self.head(self.decoder.states(target, at, cache, memory), at)
+
+    def decode_next(self, ids: Int[Tensor, "b 1"], cache: Cache, greedy: bool = False) -> Next:
+        if not greedy or not _finds_best(self.head):
+            return super().decode_next(ids, cache)
+        at = self.decoder.embed.place(ids, None, cache)
+        x = self.decoder.states(ids, at, cache, cache.memory)
+        return _best(self.head, x, at, cache)
 
     def forward(
         self,

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from clearhead.attention.cache import Cache
 from clearhead.attention.dropout import Dropout
 from clearhead.attention.positions import Positions
 from clearhead.config import Spec
@@ -58,9 +59,21 @@ class LMHead(nn.Module):
         super().__init__()
         self.proj = nn.Linear(d_model, vocab_size, bias=bias)
         self.scale = scale
+        self.likeliest: Any = None  # `fast.likeliest`, in the run-time form
 
     def forward(self, x: States, at: Positions) -> Float[Tensor, "b t v"]:
-        return self.proj(x if self.scale == 1.0 else x * self.scale)
+        return self.proj(self._scaled(x))
+
+    def best(
+        self, x: Float[Tensor, "b m"], cache: Cache
+    ) -> tuple[Float[Tensor, "b few"], Int[Tensor, " few"]] | None:
+        """Logits of some tokens, among which is the best one of each row, and which these are; or
+        None, where the way through all logits is the shorter one. For heads with `likeliest`.
+        """
+        return self.likeliest(self._scaled(x), cache)
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x if self.scale == 1.0 else x * self.scale
 
 
 class MaskedLMHead(nn.Module):
