@@ -46,6 +46,11 @@ def give_back() -> None:
     itself is freed first.
     """
     gc.collect()
+    trim()
+
+
+def trim() -> None:
+    """Give freed memory back to the system."""
     if not sys.platform.startswith("linux"):  # another C library: it decides by itself
         return
     with contextlib.suppress(OSError, AttributeError):

@@ -50,6 +50,7 @@ HEAD_FACTS = (
 )
 TOKENS = 256  # of a head, that `bounds` looks at together
 FORK, WHO, TEAM = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"  # of torch's OpenMP
+AHEAD = 2048  # bytes: see `words.Shape.ahead`
 OLDEST = (0, 46)  # of llvmlite; before, addresses had types
 _listeners: list[Callable[[str], None]] = []
 
@@ -124,7 +125,7 @@ def _code_of(name: str) -> bytes:
     key = (__version__, BEGUN, host, features.flatten(), machine.triple, llvmlite.__version__)
     mark = hashlib.sha256(repr(key).encode()).hexdigest()[:24]
     kept = cache_folder() / "code" / f"{name}-{mark}.o"
-    return _kept(kept, name, _shape(dict(features)), machine)
+    return _kept(kept, name, _shape(dict(features), host), machine)
 
 
 def _sources() -> str:
@@ -223,14 +224,16 @@ def _kept(path: Path, form: str, shape: Any, machine: Any) -> bytes:
     return code
 
 
-def _shape(features: dict[str, bool]) -> Any:
+def _shape(features: dict[str, bool], host: str) -> Any:
     """Vectors and tiles for a processor with these features."""
     from clearhead.fast.words import Shape
 
+    # As it was measured on Zen 3 to 5, and on server processors of Intel.
+    ahead = 0 if host.startswith("znver") else AHEAD
     if features.get("avx512f"):  # 32 registers of 16 numbers
-        return Shape(16, 4, 4, _dot(features, "avx512vnni"), 12)
+        return Shape(16, 4, 4, _dot(features, "avx512vnni"), 12, ahead)
     # 16 of 8 (AVX2), or 32 of 4 in pairs (ARM)
-    return Shape(8, 3, 2, _dot(features, "avxvnni"), 6)
+    return Shape(8, 3, 2, _dot(features, "avxvnni"), 6, ahead)
 
 
 def _dot(features: dict[str, bool], whole: str) -> Any:

@@ -8,9 +8,9 @@ multiplied with all rows. (int8 and int4 have products of their own: `integers`,
 
 A thread takes whole strips. Up to `Shape.direct` rows of x, weights go from memory straight into
 the sums, which are kept in registers; from there on a strip is unpacked into a buffer of fp32
-first, which stays in the nearest cache while all tiles of x pass over it. What will be needed two
-strips later is asked for in time: without that half of the bandwidth is reached, since a
-processor looks ahead by instructions and not by bytes.
+first, which stays in the nearest cache while all tiles of x pass over it. What will be needed soon
+is asked for in time: without that half of the bandwidth is reached, since a processor looks ahead
+by instructions and not by bytes. How soon, `Shape.ahead` says: processors differ.
 
 Up to `formats.MANY` rows, every row of x goes through the same additions in the same order however
 many there are, so that in fp32 a text does not depend on the texts beside it; from there on it does
@@ -24,7 +24,7 @@ start, against 0.1 to 0.3 for LLVM alone.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -109,6 +109,8 @@ class _Strip:
     """One past its end."""
     kept: Any = None
     """Where accumulators stay between the parts; None: there is one part."""
+    asks: bool = True
+    """Whether weights of later on are asked for."""
 
 
 def _tile(f: Function, form: str, rows: int, m: Any, strip: _Strip) -> None:
@@ -132,8 +134,8 @@ def _tile(f: Function, form: str, rows: int, m: Any, strip: _Strip) -> None:
             ws = group(f, ws_at[j], k)
             for i in range(rows):
                 _accumulate(f, sums[i][j], ws, xs[i])
-        if strip.kept is None:
-            _look_ahead(f, strip, k)
+        if strip.asks:
+            _look_ahead(f, strip, ws_at, k)
     if kept is None:
         _finish(f, sums, m, strip, (bias, out, width))
         return
@@ -144,12 +146,17 @@ def _tile(f: Function, form: str, rows: int, m: Any, strip: _Strip) -> None:
             _finish(f, sums, m, strip, (bias, out, width))
 
 
-def _look_ahead(f: Function, strip: _Strip, k: Any) -> None:
-    """Ask for as many weights of a later strip as are worked on now; strips lie in a row."""
-    whole = f.times(strip.row, STRIP)
-    _ask_for(
-        f, f.add(strip.w, f.size(f.add(f.times(whole, AHEAD), f.times(k, STRIP)))), STRIP * GROUP
-    )
+def _look_ahead(f: Function, strip: _Strip, ws_at: list[Any], k: Any) -> None:
+    """Ask for as many weights of later on as are worked on now; strips lie in a row."""
+    if not f.shape.ahead:
+        at = f.add(f.times(strip.row, STRIP * AHEAD), f.times(k, STRIP))
+        _ask_for(f, f.add(strip.w, f.size(at)), STRIP * GROUP)
+        return
+    row, at = f.size(strip.row), f.add(f.size(k), f.shape.ahead)
+    over = f.b.icmp_signed(">=", f.add(f.size(strip.first), at), row)
+    at = f.add(at, f.b.select(over, f.times(row, STRIP - 1), f.const(0)))  # in the next strip
+    for w in ws_at:
+        _ask_for(f, f.add(w, at), GROUP)
 
 
 def _finish(f: Function, sums: list[Any], m: Any, strip: _Strip, ends: tuple[Any, ...]) -> None:
@@ -213,14 +220,14 @@ def _parts(f: Function, strip: _Strip, buffer: Any, kept: Any) -> None:
         last = f.b.select(f.b.icmp_signed("<", last, strip.row), last, strip.row)
         if f.form == "fp32":
             w = f.add(strip.w, f.times(first, 4))
-            part = _Strip(w, strip.n, strip.row, first, last, kept)
+            part = _Strip(w, strip.n, strip.row, first, last, kept, bool(f.shape.ahead))
         else:
-            later = f.size(f.times(strip.row, STRIP * AHEAD))
+            later = f.shape.ahead or f.size(f.times(strip.row, STRIP * AHEAD))
             for j in range(STRIP):
                 own = f.add(strip.w, f.size(f.add(f.times(strip.row, j), first)))
                 to = f.add(buffer, 4 * j * PART)
                 _unpack(f, own, to, f.b.sub(last, first), later)
-            part = _Strip(buffer, strip.n, f.const(PART), first, last, kept)
+            part = _Strip(buffer, strip.n, f.const(PART), first, last, kept, False)
         _tiles(f, part)
 
 
@@ -229,7 +236,9 @@ def _tiles(f: Function, part: _Strip) -> None:
     m, rows = f.args[5], f.shape.rows
     left = f.b.srem(m, f.const(rows))
     whole = f.b.sub(m, left)
-    with f.loop(f.const(0), whole, rows) as row:
+    _tile(f, "fp32", rows, f.const(0), part)  # there are so many, or weights were read at once
+    part = replace(part, asks=False)
+    with f.loop(f.const(rows), whole, rows) as row:
         _tile(f, "fp32", rows, row, part)
     cases = {rest: partial(_tile, f, "fp32", rest, whole, part) for rest in range(1, rows)}
     f.choose(left, cases, lambda: None)

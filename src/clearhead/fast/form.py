@@ -24,6 +24,7 @@ from clearhead.fast.blocks import GPU, compile_blocks
 from clearhead.fast.formats import FORMS, GROUP, Form, pack, stored_as
 from clearhead.fast.likeliest import likeliest
 from clearhead.fast.linear import FastEmbedding, FastLinear
+from clearhead.fast.pages import Files, LargePages
 from clearhead.fast.program import program
 from clearhead.fast.reading import reader
 from clearhead.fast.rounding import round_to_int4, second_moments
@@ -55,8 +56,9 @@ def make_fast(net: Net, form: Form, text: Tensor | None = None) -> Net:
         return compile_blocks(_sharing_copy(net)).eval()
     if devices - {"cpu"}:
         return net
+    pages = LargePages()
     if form == "fp32":
-        _lay_in_rows(net)
+        _lay_out(net, pages)
     new = _sharing_copy(net)
     tables = _tied_tables(new) if form != "fp32" else {}
     layers = dict(_linears(new))
@@ -64,6 +66,7 @@ def make_fast(net: Net, form: Form, text: Tensor | None = None) -> Net:
     packed = itertools.chain(packed, _packed(layers, form))
     for name, own, (weight, scales) in packed:
         linear = layers.pop(name)
+        weight = weight if own == "fp32" else pages.hold(weight)
         fast = FastLinear(own, linear.in_features, weight, scales, linear.bias)
         new.set_submodule(name, fast)
         for table in tables.get(f"{name}.weight", ()):
@@ -74,13 +77,22 @@ def make_fast(net: Net, form: Form, text: Tensor | None = None) -> Net:
     return new.eval()
 
 
-def _lay_in_rows(net: Net) -> None:
-    """Weights that came the other way round (GPT-2's of Hugging Face) as the products read them;
-    the network keeps them so, and both forms share them.
+def _lay_out(net: Net, pages: LargePages) -> None:
+    """Weights as the products read them: in rows (those of Hugging Face's GPT-2 came the other way
+    round), and on large pages, unless they are mapped from a file. The network keeps them so, and
+    both forms share them.
     """
+    files = Files()
     for module in net.modules():
-        if type(module) is nn.Linear and not module.weight.is_contiguous():
-            module.weight.data = module.weight.data.contiguous()
+        if type(module) is not nn.Linear:
+            continue
+        weight = module.weight.data
+        if not weight.is_contiguous():
+            weight = weight.contiguous()
+        if not files.have(weight):
+            weight = pages.hold(weight)
+        if weight.data_ptr() != module.weight.data_ptr():
+            module.weight.data = weight
 
 
 def _packed(layers: dict[str, Any], form: Form) -> Iterator[_Layer]:

@@ -299,7 +299,8 @@ def _tile(f: Function, lay: Lay, rows: int, m: Any, place: tuple[Any, ...], ahea
     with f.loop(f.const(0), width, size) as first:
         facts = [f.add(at, width, f.times(f.b.sdiv(first, f.const(size)), 8)) for at in xs_at]
         start = f.add(w, f.times(first, lay.column))
-        later = f.add(start, f.times(width, lay.column * AHEAD)) if ahead else None
+        far = f.shape.ahead or f.times(width, lay.column * AHEAD)
+        later = f.add(start, far) if ahead else None
         lay.group(f, Tile([f.add(at, first) for at in xs_at], totals), start, later, facts)
     full = f.b.icmp_signed("<=", f.add(column, count * f.shape.lanes), f.args[6])
     with f.b.if_else(full) as (inside, over):

@@ -33,6 +33,7 @@ from clearhead.fast import compile as compiled
 from clearhead.fast.compile import TOKENS
 from clearhead.fast.formats import BESIDE, BLOCK, READ, TINY, pack, unpack
 from clearhead.fast.linear import SMALL, FastLinear
+from clearhead.fast.pages import LargePages
 from clearhead.tap import hooked
 
 WORTH = 2**22  # weights of a head: a smaller one is read in no time
@@ -164,7 +165,7 @@ def _make(linear: FastLinear) -> _Codes:
     stored, scales = (torch.cat(each) for each in zip(*packed, strict=True))
     never = F.pad(bias, (0, more), value=-torch.inf)
     numbers = torch.randn(1, k, generator=torch.Generator().manual_seed(0), device="cpu")
-    product = FastLinear("int8", k, stored, scales, never)
+    product = FastLinear("int8", k, LargePages().hold(stored), scales, never)
     return _Codes(product, bounds, _mark(linear), numbers, linear(numbers))
 
 

@@ -31,6 +31,10 @@ class Shape:
     """How four bytes in a lane are multiplied and added: at once, in steps, or each by itself."""
     tile: int = 6
     """Rows of x in a tile of `panels`: rows x 2 accumulators, and 3 registers more."""
+    ahead: int = 0
+    """Bytes before a weight is needed that it is asked for, up to `formats.MANY` rows of x; 0: two
+    strips, or blocks.
+    """
 
 
 class Function:
