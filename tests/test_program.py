@@ -355,6 +355,20 @@ def test_weights_that_change_are_followed(part, how):
     assert len(taken(fast.stack)) == 1
 
 
+def test_keys_and_values_that_are_exchanged_are_followed():
+    net, text = make_fast(plain("gpt2"), "fp32"), ids(1, 6)
+    cache, other = net.new_cache(1, 9), net.new_cache(1, 9)
+    for i in range(6):
+        state = cache.states[1]
+        if i == 2:
+            state.k, state.v = state.k.clone(), state.v.clone()
+        if i == 4:  # with other steps from head to head
+            state.k, state.v = (F.pad(x, (0, 0, 0, 3)) for x in (state.k, state.v))
+        found = net.decode(text[:, i : i + 1], cache=cache)
+        assert found.equal(net.decode(text[:, i : i + 1], cache=other))
+    assert len(taken(net.stack)) == 2
+
+
 def test_a_copy_has_lists_of_its_own():
     net, text = make_fast(plain("llama"), "int8"), ids(1, 5)
     cache = net.new_cache(1, 9)

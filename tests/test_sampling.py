@@ -208,3 +208,9 @@ def test_the_best_token_is_torch_s_and_the_first_of_equal_ones():
     assert best(logits).tolist() == logits.argmax(dim=-1).tolist()
     assert best(logits)[1] == 7
     assert best(logits.bfloat16()).shape == (5,)
+    for wrong in (torch.nan, torch.inf):
+        for kind in (torch.float32, torch.bfloat16):
+            damaged = logits.to(kind)
+            damaged[3, 4] = wrong
+            with pytest.raises(ClearheadError, match="not numbers"):
+                best(damaged)

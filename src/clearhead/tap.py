@@ -31,8 +31,15 @@ class Tap:
 
     __slots__ = ("listeners",)
 
+    changes = 0  # how often somebody came to any of them or left: for who remembers that nobody was
+    listeners: tuple[Listener, ...]
+
     def __init__(self) -> None:
-        self.listeners: tuple[Listener, ...] = ()
+        self.listeners = ()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+        Tap.changes += 1
 
     def __call__(self, x: Any) -> Any:
         if self.listeners:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
@@ -196,6 +197,8 @@ def look_up_rows(
 ) -> Float[Tensor, "*b k"]:
     """Some rows of the weights in fp32."""
     flat = ids.flatten()
+    if form == "int8" and stored.is_cpu:
+        return _look_up_here(stored, scales, k, flat).view(*ids.shape, k)
     if form == "int8":
         quads = stored.view(torch.int32).view(len(stored), -1, BESIDE)
         found = quads.transpose(1, 2)[flat // BESIDE, flat % BESIDE].view(torch.uint8)
@@ -207,3 +210,18 @@ def look_up_rows(
         found = _of_words(_rows_of_words(stored)[flat // BESIDE, flat % BESIDE], k)
         return found.view(*ids.shape, k)
     return stored.index_select(0, flat).float().view(*ids.shape, k)
+
+
+def _look_up_here(
+    stored: Tensor, scales: Float[Tensor, "n 1"], k: int, ids: Int[Tensor, " i"]
+) -> Float[Tensor, "i k"]:
+    """Some rows of int8 by NumPy, whose calls take a fifth of the time: a step looks up one row."""
+    at = ids.numpy()
+    if at.size and int(at.min()) < 0:
+        raise IndexError("index out of range in self")  # as torch says it
+    quads = stored.numpy().view(np.int32).reshape(len(stored), -1, BESIDE)
+    found = np.ascontiguousarray(quads[at // BESIDE, :, at % BESIDE]).view(np.uint8)
+    rows = found[:, :k].astype(np.float32)
+    rows -= OFFSET
+    rows *= scales.numpy()[at]
+    return torch.from_numpy(rows)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module
+from torch.utils.hooks import RemovableHandle
 
 from clearhead.attention.attention import Attention
 from clearhead.attention.mask import Mask
@@ -17,7 +18,7 @@ from clearhead.fast.linear import FastLinear
 from clearhead.layers.block import Block, ParallelBlock, PostNorm, PreNorm, SandwichNorm
 from clearhead.layers.ffn import FFN, GatedFFN
 from clearhead.layers.stack import Kind, Stack
-from clearhead.tap import taps
+from clearhead.tap import Tap, taps
 
 LISTENERS = attrgetter("listeners")
 
@@ -32,12 +33,18 @@ class Watch:
         norms = [m for m in modules if isinstance(m, (nn.LayerNorm, nn.RMSNorm))]
         self._norms = [norm._parameters for norm in norms]
         self._linears = [m for m in modules if isinstance(m, FastLinear)]
+        self._quiet: tuple[int, int] | None = None  # when nobody looked, as changes are counted
 
     def heard(self) -> bool:
-        """Whether somebody looks into the blocks."""
-        everywhere = module._global_forward_hooks or module._global_forward_pre_hooks
-        listened = any(map(LISTENERS, self._taps)) or any(self._hooks)
-        return listened or bool(everywhere)
+        """Whether somebody looks into the blocks. Some hundred taps and tables of hooks are gone
+        through only where somebody came to any, anywhere.
+        """
+        now = Tap.changes, RemovableHandle.next_id
+        if self._quiet != now:
+            if any(map(LISTENERS, self._taps)) or any(self._hooks):
+                return True
+            self._quiet = now
+        return bool(module._global_forward_hooks or module._global_forward_pre_hooks)
 
     def writable(self) -> bool:
         """Whether all weights are as compiled code takes them for, now."""

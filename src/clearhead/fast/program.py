@@ -9,7 +9,8 @@ Whatever is not so (several tokens, a window, rows with gaps, sources that do no
 start, more than 8 beams of one, somebody who listens at a tap or by a hook, a part that is not
 known here) goes the ordinary way, block by block: that is the slow twin. Modules that are exchanged
 inside a network that has a program are not noticed by lists that were written before: make its
-run-time form anew.
+run-time form anew. So are weights that are exchanged and not changed in place, until the next text
+or `FastLinear.refresh`, which whoever moves a network calls.
 """
 
 from __future__ import annotations
@@ -24,10 +25,8 @@ from torch import Tensor
 from clearhead.attention.cache import KV, Cache, CrossKV
 from clearhead.attention.mask import All, Causal
 from clearhead.attention.positions import Positions
-from clearhead.fast import compile as compiled
 from clearhead.fast.between import KEYS, QUERIES
 from clearhead.fast.known import Watch, known_stack
-from clearhead.fast.linear import FastLinear
 from clearhead.fast.stepping import StepCalls, row_lengths
 from clearhead.layers.stack import Memory, Stack
 
@@ -67,14 +66,13 @@ class Program:
         if seen is None:
             return None
         cache.make_room()
-        marks = self._marks(cache)
         known = self._lists.get(cache)
-        if known is None or known.marks != marks:
+        if known is None or not known.fits(cache):
             self._watch = None  # modules may be others
             if self._watched().heard() or not self._can_write(cache):
                 return None
             lengths = None if memory is None else self._lengths[memory]
-            known = self._lists[cache] = StepCalls(self.stack, cache, self._marks(cache), lengths)
+            known = self._lists[cache] = StepCalls(self.stack, cache, lengths)
         cache.begin(at, follow=True)
         if cache.shared is None:
             for state in cache.states:
@@ -104,14 +102,6 @@ class Program:
     def _watched(self) -> Watch:
         watch = self._watch = self._watch or Watch(self.stack)
         return watch  # another thread may begin anew meanwhile
-
-    def _marks(self, cache: Cache) -> tuple[Any, ...]:
-        """What a list is written for."""
-        norms = [weight.data_ptr() for weight in self._watched().norm_weights()]
-        states: list[Any] = [*cache.states, *cache.cross]
-        lie = [(s.k.shape, s.k.stride(), s.v.stride()) for s in states]
-        # A list keeps its memory, so that no other one has its number.
-        return compiled.threads(), FastLinear.moves, cache.rows, id(cache.memory), lie, norms
 
     def __getstate__(self) -> dict[str, Any]:
         return {"stack": self.stack}  # a copy writes lists of its own

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.attention.cache import Cache
+from clearhead.attention.cache import KV, Cache
 from clearhead.attention.positions import Positions
 from clearhead.fast import compile as compiled
 from clearhead.fast.between import own_rows
 from clearhead.fast.calls import Calls, bits
 from clearhead.fast.compile import ARGUMENTS, FACTS
+from clearhead.fast.linear import FastLinear
 from clearhead.layers.stack import Stack
 
 MOST, ASKED, LIES, STEP = (FACTS.index(name) for name in ("most", "queries", "lies", "k_row"))
@@ -30,11 +31,10 @@ THREADS = 1 + 8  # where a call of attention has them
 class StepCalls(Calls):
     """The calls of a step, for one cache."""
 
-    def __init__(
-        self, stack: Stack, cache: Cache, marks: tuple[Any, ...], lengths: array[int] | None
-    ) -> None:
+    def __init__(self, stack: Stack, cache: Cache, lengths: array[int] | None) -> None:
         super().__init__(stack, cache.rows, compiled.threads())
-        self.marks = marks
+        self.marks, self.lie = _marks(cache), _lie(cache)
+        self.states, self.moves = cache.states, -1
         self.moving: list[tuple[int, int]] = []  # a place in the list, and whose address is there
         self.attending: list[int] = []  # where the threads of attention to the past stand
         self.known: list[int] = []  # where keys and values were
@@ -57,6 +57,14 @@ class StepCalls(Calls):
             ]
         self._write(stack)
 
+    def fits(self, cache: Cache) -> bool:
+        """Whether the list is still one for this cache."""
+        if self.marks != _marks(cache):
+            return False
+        if self.moves == KV.moves and self.states is cache.states:
+            return True
+        return self.lie == _lie(cache)
+
     def run(self, x: Tensor, seen: list[int], cache: Cache) -> Tensor:
         """The stream behind all blocks, with so many keys to be seen by each row."""
         x = x.contiguous()
@@ -64,12 +72,8 @@ class StepCalls(Calls):
         self.seen[:] = array("q", seen)
         keys = max(seen)
         table = self._find_keys(cache, keys)
-        states: list[Any] = [*cache.states, *cache.cross]
-        now = [place for s in states for place in (s.k.data_ptr(), s.v.data_ptr())]
-        if now != self.known:
-            self.known = now
-            for place, whose in self.moving:
-                self.list[place] = now[whose]
+        if self.moves != KV.moves or self.states is not cache.states:
+            self._find_buffers(cache)
         threads = self._threads(keys * self.width)
         if self.list[self.attending[0]] != threads:
             for place in self.attending:
@@ -80,6 +84,16 @@ class StepCalls(Calls):
         out = torch.empty_like(x)
         ctypes.memmove(out.data_ptr(), self.stream.data_ptr(), out.nbytes)
         return out
+
+    def _find_buffers(self, cache: Cache) -> None:
+        """Write down where keys and values are now."""
+        self.states, self.moves = cache.states, KV.moves
+        states: list[Any] = [*cache.states, *cache.cross]
+        now = [place for s in states for place in (s.k.data_ptr(), s.v.data_ptr())]
+        if now != self.known:
+            self.known = now
+            for place, whose in self.moving:
+                self.list[place] = now[whose]
 
     def _find_keys(self, cache: Cache, keys: int) -> Tensor | None:
         """Tell attention how many keys there are at most, and where; to be kept while it is used.
@@ -132,6 +146,18 @@ class StepCalls(Calls):
         """Attention to the keys and values of a state."""
         self.moving += [(len(self.list) + 2 + i, 2 * number + i) for i in (0, 1)]
         self._step("attend", q, 0, 0, self.far.data_ptr(), told, 0, count, 0, threads)
+
+
+def _marks(cache: Cache) -> tuple[Any, ...]:
+    """What a list is written for."""
+    # A list keeps its memory, so that no other one has its number.
+    return compiled.threads(), FastLinear.moves, cache.rows, id(cache.memory)
+
+
+def _lie(cache: Cache) -> list[Any]:
+    """How keys and values lie."""
+    states: list[Any] = [*cache.states, *cache.cross]
+    return [(s.k.shape, s.k.stride(), s.v.stride()) for s in states]
 
 
 def row_lengths(at: Positions, rows: int) -> array[int] | None:

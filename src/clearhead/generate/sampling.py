@@ -110,10 +110,18 @@ def probabilities(
 
 
 def best(logits: Logits) -> Int[Tensor, " b"]:
-    """The best token of each row, the first of equal ones."""
+    """The best token of each row, the first of equal ones; what is no number would be the best, and
+    is refused.
+    """
     if _has_numpy(logits):
-        return torch.from_numpy(logits.numpy().argmax(axis=-1))  # ten times as quick as torch's
-    return logits.argmax(dim=-1)
+        numbers = logits.numpy()
+        where = numbers.argmax(axis=-1)  # ten times as quick as torch's
+        largest = numbers[np.arange(len(where)), where]
+        require(bool(np.isfinite(largest).all()), NO_NUMBERS)
+        return torch.from_numpy(where)
+    top = logits.max(dim=-1)
+    require(bool(top.values.isfinite().all()), NO_NUMBERS)
+    return top.indices
 
 
 def largest_are_numbers(logits: Float[Tensor, "*b v"]) -> bool:

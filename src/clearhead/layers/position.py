@@ -70,7 +70,8 @@ class Learned(nn.Module):
             f"the text to {self.max_len} tokens, or build the model with a larger max_len (or "
             "positions without a table).",
         )
-        return self.table(at.pos.clamp(min=0) + self.offset)
+        pos = at.pos.clamp(min=0) if at.holes else at.pos
+        return self.table(pos + self.offset if self.offset else pos)
 
 
 class Sinusoidal2D(nn.Module):

@@ -189,7 +189,7 @@ class Decoder(Net):
         if not greedy or not _finds_best(self.head):
             return super().decode_next(ids, cache)
         at = self.embed.place(ids, None, cache)
-        return _best(self.head, self.states(ids, at, cache), at, cache)
+        return _best(self.head, self.stack(self.embed(ids, at), at, cache), at, cache)
 
     def forward(self, ids: Ids, at: Positions | None = None) -> Tensor:
         return self.decode(ids, at)
