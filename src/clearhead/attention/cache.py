@@ -61,11 +61,15 @@ class Slots:
         # A ring must not overwrite what the first of the new queries still sees.
         self.beside = self.reach is not None and at.length > self.size - self.reach + 1
         keys = self._joined(at) if self.beside else None
+        self.take(at)
+        return self._seen() if keys is None else keys
+
+    def take(self, at: Positions) -> None:
+        """Make room for the new tokens, where a ring need not keep what they overwrite."""
         self.even = self.even and at.dense and at.lo == self.top
         self.top = max(self.top, at.hi + 1)
         self.used_before, self.used = self.used, max(self.used, min(self.top, self.size))
         self._place(at)
-        return self._seen() if keys is None else keys
 
     def _seen(self) -> Positions:
         """Where the slots in use stand."""
@@ -302,8 +306,8 @@ class Cache:
     def begin(self, at: Positions, follow: bool = False) -> list[Positions]:
         """Make room for a call's tokens; returns, for each kind of layer, where its keys stand.
 
-        `follow`: the caller finds keys and values by `shared`, so that rows need no copies; it has
-        called `make_room`, and has one new token a row.
+        `follow`: the caller finds keys and values by `shared`, so that rows need no copies, and is
+        not told where they stand; it has called `make_room`, has one new token a row and no ring.
         """
         require(
             at.pos.shape[0] in (1, self.rows),
@@ -319,7 +323,12 @@ class Cache:
             self.gather()
         elif self.shared is not None:
             self.shared.place(at.pos.expand(self.rows, -1)[:, 0])
-        keys = [slots.begin(at) for slots in self.kinds]
+        keys = []
+        for slots in self.kinds:
+            if follow:
+                slots.take(at)
+            else:
+                keys.append(slots.begin(at))
         now = at.row_ends(self.rows)
         self.ends = tuple(max(old, new) for old, new in zip(self.ends, now, strict=True))
         self.peaks = tuple(max(old, new) for old, new in zip(self.peaks, now, strict=True))

@@ -147,14 +147,14 @@ def choose_rows(
     """The next token of every row, which each row's `step` notes; rows with the same settings are
     chosen together. `which`: of which tokens the logits are, for rows that are all greedy.
     """
-    new = torch.empty(len(rows), dtype=torch.long, device=logits.device)
     parties: dict[int, list[int]] = {}
     for i, row in enumerate(rows):
         parties.setdefault(id(row.sampling), []).append(i)
-    for party in parties.values():
-        if len(parties) == 1:
-            new = _choose_party(logits, rows)
-        else:
+    if len(parties) == 1:
+        new = _choose_party(logits, rows)
+    else:
+        new = torch.empty(len(rows), dtype=torch.long, device=logits.device)
+        for party in parties.values():
             new[party] = _choose_party(logits[party], [rows[i] for i in party])
     if which is not None:
         new = which[new]
