@@ -43,7 +43,9 @@ PACKED = FORMS[1:]
 SIZES = {"vocab_size": 37, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_len": 64}
 OTHERS = [
     *(Shape(8, 3, 2, dot) for dot in ("plain", "sign", "vnni")),
-    Shape(16, 4, 4, "sign", 12, ahead=compiled.AHEAD),
+    Shape(8, 3, 2, "sign", 6, ahead=compiled.AHEAD),
+    Shape(16, 4, 4, "sign", 12),
+    Shape(16, 4, 4, "vnni", 12, ahead=compiled.AHEAD),
     Shape(16, 4, 4, "plain", 12),
 ]
 SHAPES = [(4, 32), (7, 64), (130, 96), (9, 2 * 1024 + 32)]  # rows of W, and their length
@@ -160,7 +162,7 @@ def test_threads_share_the_work_and_not_the_result(form):
         assert all(out.equal(found[0]) for out in found)
 
 
-@pytest.mark.parametrize("shape", OTHERS, ids=lambda s: f"{s.lanes}-{s.dot}")
+@pytest.mark.parametrize("shape", OTHERS, ids=lambda s: f"{s.lanes}-{s.dot}-{s.ahead}")
 @pytest.mark.parametrize("form", FORMS)
 def test_code_for_other_processors_is_right_too(form, shape):
     """Vectors of 8, as AVX2 and ARM have them, and other ways to multiply bytes; this processor

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 
 import clearhead as ch
 from clearhead.errors import ClearheadError
 from clearhead.fast import likeliest as module
-from clearhead.fast.form import held_bytes, make_fast, step_bytes
+from clearhead.fast.form import held_bytes, make_fast, refresh, step_bytes
 from clearhead.fast.formats import MANY, as_read, pack
 from clearhead.fast.likeliest import (
     ROWS,
@@ -24,6 +26,8 @@ from clearhead.fast.likeliest import (
 )
 from clearhead.fast.linear import FastLinear
 from clearhead.measure.speed import Work, decoder
+from clearhead.models.base import Decoder
+from clearhead.models.heads import LMHead
 from clearhead.text.trained import train_tokenizer
 from tiny import DECODERS, MODELS, SEQ2SEQ, noisy, sizes_of
 
@@ -69,6 +73,12 @@ def shaped(kind, x, linear):
     elif kind == "tiny":
         weight *= 1e-20
         x *= 1e-12
+    elif kind == "tiny inputs":  # whose squares are 0
+        x *= 1e-24
+    elif kind == "tiny weights":
+        weight *= 1e-30
+        weight[::3] *= 1e-12
+        x *= 1e17
     elif kind == "equals":  # the first of equals is the best
         weight[20:40] = weight[20]
     elif kind == "near":
@@ -76,7 +86,7 @@ def shaped(kind, x, linear):
         x[:] = weight[0].float()
 
 
-KINDS = ("plain", "outliers", "zeros", "tiny", "equals", "near")
+KINDS = ("plain", "outliers", "zeros", "tiny", "tiny inputs", "tiny weights", "equals", "near")
 
 
 @torch.no_grad()
@@ -112,7 +122,7 @@ def test_some_outputs_are_those_of_the_whole_product(k, form):
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_logit_is_wrong_by_more_than_its_bound(kind):
-    linear = head(bias=kind != "tiny")
+    linear = head(bias="tiny" not in kind)
     x = torch.randn(8, K)
     shaped(kind, x, linear)
     codes = _make(linear)
@@ -124,8 +134,10 @@ def test_no_logit_is_wrong_by_more_than_its_bound(kind):
     bounds = reaches[:, :1].numpy() * own + reaches[:, 1:].numpy() * length + spare
     bounds = bounds[:, :N]
     assert (wrong <= bounds).all()
-    assert (wrong[wrong > 0] > bounds[wrong > 0] / 1000).mean() > 0.9  # they say something
-    lost = (x - as_read(x, "int8")).norm(dim=1)
+    if kind != "tiny weights":  # (of which most have a bound that is the smallest there is)
+        assert (wrong[wrong > 0] > bounds[wrong > 0] / 1000).mean() > 0.9  # they say something
+    x, lost = x.double(), (x - as_read(x, "int8")).double().norm(dim=1)
+    reaches = reaches.double()
     assert torch.allclose(reaches[:, 0], x.norm(dim=1) * 1.002, rtol=1e-5, atol=0)
     assert torch.allclose(reaches[:, 1], lost * 1.002, rtol=0.02, atol=0)
 
@@ -133,7 +145,7 @@ def test_no_logit_is_wrong_by_more_than_its_bound(kind):
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
 def test_candidates_are_those_of_the_slow_twin(kind):
-    linear = head(bias=kind != "tiny")
+    linear = head(bias="tiny" not in kind)
     for rows in (1, 5, 64):
         x = torch.randn(rows, K)
         shaped(kind, x, linear)
@@ -231,6 +243,12 @@ def test_who_cannot_tell_tokens_apart_is_not_asked_again_and_again(monkeypatch):
     text = Text()
     assert all(finder(torch.randn(1, K), text) is None for _ in range(40))
     assert 0 < len(calls) < 12
+    assert finder._codes is None
+    assert finder.left_out == 0
+    linear.weight.copy_(torch.randn(N, K))  # it has learnt to
+    assert finder(torch.randn(1, K), text) is None
+    assert finder(torch.randn(1, K), text) is not None
+    assert finder.left_out > 0
 
 
 @torch.no_grad()
@@ -251,6 +269,31 @@ def test_others_take_the_whole_product():
         assert likeliest(head()) is None  # torch does not count their changes
     assert likeliest(FastLinear("int8", K, *_packed())) is None
     assert likeliest(torch.nn.Linear(K, N)) is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", ["fp32", "bf16"])
+def test_it_asks_nobody_for_the_usual_type(form):
+    linear, x = head(form), torch.randn(3, K)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found, which = Likeliest(linear)(x, Text())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.equal(linear(x)[:, which])
+    assert which[found.argmax(dim=1)].equal(linear(x).argmax(dim=1))
+
+
+@torch.no_grad()
+def test_threads_share_the_codes(monkeypatch):
+    made = []
+    monkeypatch.setattr(module, "_make", lambda linear: made.append(1) or _make(linear))
+    linear, x = head(), torch.randn(1, K)
+    finder, best = Likeliest(linear), linear(x).argmax()
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: token(finder(x, Text())), range(16)))
+    assert found == [best] * 16
+    assert len(made) == 1
 
 
 def _packed():
@@ -321,6 +364,50 @@ def test_texts_are_those_of_the_whole_head(name):
     assert model.net.head.likeliest._hits > 2 * 11  # (a text may end early)
     model.net.head.likeliest = None
     assert write() == found
+
+
+@pytest.mark.parametrize("within", [torch.inference_mode, torch.no_grad])
+def test_texts_may_be_written_within_anything(within):
+    model = wide("gpt2")
+    with within():
+        once = model.generate("to be", max_new_tokens=12, temperature=0.0)
+    assert model.generate("to be", max_new_tokens=12, temperature=0.0) == once
+    net = wide("gpt2").net
+    with within():
+        refresh(net)
+        assert Likeliest(net.head.proj)(torch.randn(1, 32), Text()) is not None
+
+
+@torch.no_grad()
+def test_a_head_or_a_model_of_ones_own_is_asked_as_ever():
+    class Capped(LMHead):
+        def forward(self, x, at):
+            return super().forward(x, at).clamp(max=0.1)
+
+    class Other(Decoder):
+        def decode(self, ids, at=None, cache=None):
+            return super().decode(ids, at, cache).neg()
+
+    def reads_less(net):
+        ids = torch.randint(300, (1, 1))
+        return net.decode_next(ids, net.new_cache(1, 64), greedy=True)[1] is not None
+
+    net = wide("gpt2").net
+    assert reads_less(net)
+    seen = []
+    handle = register_module_forward_hook(lambda module, *_: seen.append(module))
+    assert not reads_less(net)
+    handle.remove()
+    assert net.head in seen
+    net.head.__class__ = Capped
+    assert not reads_less(net)
+    net.head.__class__ = LMHead
+    net.__class__ = Other
+    assert not reads_less(net)
+    net.__class__ = Decoder
+    assert reads_less(net)
+    net.head.proj = copy.deepcopy(net.head.proj)
+    assert not reads_less(net)
 
 
 def test_a_step_reads_less_once_there_are_codes():

@@ -355,18 +355,32 @@ def test_weights_that_change_are_followed(part, how):
     assert len(taken(fast.stack)) == 1
 
 
-def test_keys_and_values_that_are_exchanged_are_followed():
-    net, text = make_fast(plain("gpt2"), "fp32"), ids(1, 6)
-    cache, other = net.new_cache(1, 9), net.new_cache(1, 9)
-    for i in range(6):
-        state = cache.states[1]
+@pytest.mark.parametrize("which", ["states", "cross"])
+def test_keys_and_values_that_are_exchanged_are_followed(which):
+    net, text = make_fast(plain("post", PAIRS), "fp32"), ids(1, 12)
+    memory = net.encode(ids(1, 5))
+    cache, other = (net.new_cache(memory, 20) for _ in range(2))
+    for i in range(12):
+        state = getattr(cache, which)[1]
+        old = state.k, state.v  # so that nothing else comes to lie there
         if i == 2:
             state.k, state.v = state.k.clone(), state.v.clone()
         if i == 4:  # with other steps from head to head
             state.k, state.v = (F.pad(x, (0, 0, 0, 3)) for x in (state.k, state.v))
+        if i == 6:
+            state.k.data = state.k.clone()
+        if i == 8:
+            vars(state).update(v=state.v.clone())
+        if i == 10:
+            getattr(cache, which)[1] = copy.deepcopy(state)
+            if which == "states":
+                cache.states[1].slots = state.slots
+        for x in old:
+            if i in (2, 4):
+                x.fill_(torch.nan)
         found = net.decode(text[:, i : i + 1], cache=cache)
         assert found.equal(net.decode(text[:, i : i + 1], cache=other))
-    assert len(taken(net.stack)) == 2
+    assert len(taken(net.decoder.stack)) == 2
 
 
 def test_a_copy_has_lists_of_its_own():

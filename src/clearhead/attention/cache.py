@@ -161,12 +161,6 @@ class State:
 class KV(State):
     """Keys and values in slots: all of the past (full), or as much as a window needs (ring)."""
 
-    moves = 0  # how often any of them got other buffers: who remembers addresses asks for it
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-        KV.moves += 1
-
     def __init__(
         self,
         slots: Slots,

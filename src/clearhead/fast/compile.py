@@ -15,6 +15,7 @@ import importlib.util
 import os
 import re
 import tempfile
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,6 +54,7 @@ FORK, WHO, TEAM = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"  
 AHEAD = 2048  # bytes: see `words.Shape.ahead`
 OLDEST = (0, 46)  # of llvmlite; before, addresses had types
 _listeners: list[Callable[[str], None]] = []
+_loading = threading.RLock()
 
 
 @contextlib.contextmanager
@@ -92,19 +94,37 @@ class Product:
     """What keeps the code in memory."""
 
 
-@functools.cache
+def _once(make: Callable[..., Any]) -> Any:
+    """A cache whose values are made once, whichever threads ask: what a slower one had made would
+    be freed, with code in it that may be running.
+    """
+    kept: dict[tuple[Any, ...], Any] = {}
+
+    @functools.wraps(make)
+    def made(*given: Any) -> Any:
+        if given not in kept:
+            with _loading:
+                if given not in kept:
+                    kept[given] = make(*given)
+        return kept[given]
+
+    made.cache_clear = kept.clear  # type: ignore[attr-defined]
+    return made
+
+
+@_once
 def product(form: str) -> Product:
     """The compiled product of a weight format."""
     return loaded(form, _code_of(form))
 
 
-@functools.cache
+@_once
 def steps() -> dict[str, Any]:
     """Name -> the compiled function, of those that `steps.write_module` writes."""
     return functions("steps", _code_of("steps"))
 
 
-@functools.cache
+@_once
 def learning() -> dict[str, Any]:
     """Name -> the compiled function, of those that `learning.write_module` writes."""
     return functions("learning", _code_of("learning"))

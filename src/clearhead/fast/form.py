@@ -79,8 +79,8 @@ def make_fast(net: Net, form: Form, text: Tensor | None = None) -> Net:
 
 def _lay_out(net: Net, pages: LargePages) -> None:
     """Weights as the products read them: in rows (those of Hugging Face's GPT-2 came the other way
-    round), and on large pages, unless they are mapped from a file. The network keeps them so, and
-    both forms share them.
+    round), and on large pages, unless they are mapped from a file or parts of something larger. The
+    network keeps them so, and both forms share them.
     """
     files = Files()
     for module in net.modules():
@@ -89,7 +89,8 @@ def _lay_out(net: Net, pages: LargePages) -> None:
         weight = module.weight.data
         if not weight.is_contiguous():
             weight = weight.contiguous()
-        if not files.have(weight):
+        alone = weight.untyped_storage().nbytes() == weight.nbytes  # others see the same memory
+        if alone and not files.have(weight):
             weight = pages.hold(weight)
         if weight.data_ptr() != module.weight.data_ptr():
             module.weight.data = weight

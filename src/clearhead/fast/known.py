@@ -39,8 +39,9 @@ class Watch:
         """Whether somebody looks into the blocks. Some hundred taps and tables of hooks are gone
         through only where somebody came to any, anywhere.
         """
-        now = Tap.changes, RemovableHandle.next_id
-        if self._quiet != now:
+        hooks = getattr(RemovableHandle, "next_id", None)  # torch's own count of them
+        now = None if hooks is None else (Tap.changes, hooks)
+        if now is None or self._quiet != now:
             if any(map(LISTENERS, self._taps)) or any(self._hooks):
                 return True
             self._quiet = now

@@ -12,12 +12,13 @@ same order: what comes out is the very logit.
 The codes are made once a model has written some tokens greedily (to make them costs what they save
 on as many), and take a byte for each weight of the head. They are made anew when the weights
 are no longer what they were: a change that torch counts is noticed at once, one it does not count
-(through `.data`, or by compiled training) at the next text, by a product with numbers that stay the
-same. The slow twin is the whole product.
+(through `.data`, or by compiled training) in the second step of the next text, by a product with
+numbers that stay the same. The slow twin is the whole product.
 """
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,19 +32,22 @@ from torch import Tensor
 
 from clearhead.fast import compile as compiled
 from clearhead.fast.compile import TOKENS
-from clearhead.fast.formats import BESIDE, BLOCK, READ, TINY, pack, unpack
+from clearhead.fast.formats import BESIDE, READ, TINY, pack, stored_as, unpack
 from clearhead.fast.linear import SMALL, FastLinear
 from clearhead.fast.pages import LargePages
+from clearhead.memory import trim
 from clearhead.tap import hooked
 
 WORTH = 2**22  # weights of a head: a smaller one is read in no time
 AFTER = 128  # tokens that a head has written greedily, from which on it has codes
 SETTLED = 2  # steps of a text, from which on it uses them
 ROWS = 256  # texts at a time
+PIECE = 2**19  # weights of which codes are made at a time
 PART = 8  # where more than an eighth of all tokens may be the best one, all are multiplied
 MISSES = 8  # so often that may be, beyond once in two steps
 SPARE = 1.002  # for what is lost in computing the bounds themselves
 UNIT = 2.0**-24  # what rounding to fp32 changes, as a part
+LEAST = 2.0**-120  # beside it what rounding to the smallest numbers changes does not count
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,6 @@ class _Codes:
     """The head."""
     bounds: Float[Tensor, "3 filled"]
     """Of each token |w - q|, |q|, and what adding its bias may lose."""
-    mark: tuple[Any, ...]
-    """Which tensors they were made of, and how often these had been changed."""
     numbers: Float[Tensor, "1 k"]
     """Some numbers."""
     outputs: Float[Tensor, "1 n"]
@@ -70,8 +72,10 @@ class Likeliest:
     def __init__(self, linear: FastLinear) -> None:
         self.linear = linear
         self._codes: _Codes | None = None
+        self._making = threading.Lock()
         self._steps: WeakKeyDictionary[object, int] = WeakKeyDictionary()  # of each text
         self._count = self._hits = self._misses = 0
+        self._mark: tuple[Any, ...] | None = None  # of which weights these counts are
 
     def __call__(
         self, x: Float[Tensor, "m k"], text: object
@@ -89,7 +93,6 @@ class Likeliest:
             or not x.is_cpu
             or (x.requires_grad and torch.is_grad_enabled())
             or hooked(linear)
-            or self._misses > self._hits // 2 + MISSES
         ):
             return None
         codes = self._known(text, rows)
@@ -99,6 +102,8 @@ class Likeliest:
         found = _candidates(x, codes)
         if found is None or len(found) > linear.out_features // PART:
             self._misses += 1
+            if self._misses > self._hits // 2 + MISSES:
+                self._codes = None
             return None
         self._hits += 1
         return linear.some(x, found), found
@@ -115,13 +120,19 @@ class Likeliest:
         """The codes, if it is time to use them."""
         self._count += rows
         step = self._steps[text] = self._steps.get(text, 0) + 1
-        if self._codes is not None and self._codes.mark != _mark(self.linear):
-            self._codes, self._count = None, 0  # whoever trains between texts has none made
-        if self._count < AFTER or step < SETTLED:
+        mark, before = _mark(self.linear), self._mark
+        if mark != before:
+            self._mark = mark
+            if before is not None:  # whoever trains between texts has no codes made
+                self._codes, self._count, self._hits, self._misses = None, 0, 0, 0
+        if self._count < AFTER or step < SETTLED or self._misses > self._hits // 2 + MISSES:
             return None
-        if self._codes is None or (step == SETTLED and _is_other(self.linear, self._codes)):
-            self._codes, self._hits, self._misses = _make(self.linear), 0, 0
-        return self._codes
+        with self._making:  # one thread makes them for all
+            codes = self._codes
+            if codes is None or (step == SETTLED and _is_other(self.linear, codes)):
+                codes = self._codes = _make(self.linear)
+                self._hits = self._misses = 0
+        return codes
 
     def __getstate__(self) -> dict[str, Any]:
         return {"linear": self.linear}  # a copy makes codes of its own
@@ -142,31 +153,48 @@ def likeliest(linear: Any) -> Likeliest | None:
 
 
 def _mark(linear: FastLinear) -> tuple[Any, ...]:
-    return linear.addresses, *(tensor._version for tensor in linear.tensors)
+    """Which tensors a head has, and how often each was changed, as far as torch counts that."""
+    counts = (0 if tensor.is_inference() else tensor._version for tensor in linear.tensors)
+    return linear.addresses, *counts
 
 
 def _make(linear: FastLinear) -> _Codes:
+    with torch.inference_mode(False), torch.no_grad():
+        codes = _make_outside(linear)
+    trim()  # what was in between
+    return codes
+
+
+def _make_outside(linear: FastLinear) -> _Codes:
     weight, _, bias = linear.tensors
     k, n = linear.in_features, linear.out_features
     more = -n % TOKENS
-    bounds = torch.zeros(3, n + more, device="cpu")
+    kind: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    bounds = torch.zeros(3, n + more, **kind)
     bounds[2, :n] = torch.where(bias.isfinite(), 4 * UNIT * bias.abs(), 0.0)
-    height, packed = max(BLOCK // k // BESIDE, 1) * BESIDE, []
+    shapes = stored_as("int8", n + more, k)
+    stored = LargePages().room(*shapes["weight"])
+    scales = torch.empty(shapes["scales"][1], **kind)
+    height = max(PIECE // k // BESIDE, 1) * BESIDE
     for first in range(0, n, height):
         part = weight[first : first + height].float()
         rows = slice(first, first + len(part))
         if rows.stop == n:
             part, rows = F.pad(part, (0, 0, 0, more)), slice(first, n + more)
-        stored, scales = pack(part, "int8")
-        q = unpack(stored, scales, "int8", k)
-        bounds[1, rows] = q.norm(dim=1)
-        bounds[0, rows] = q.sub_(part).norm(dim=1)
-        packed.append((stored, scales))
-    stored, scales = (torch.cat(each) for each in zip(*packed, strict=True))
+        lie = slice(rows.start // BESIDE, -(-rows.stop // BESIDE))
+        stored[lie], scales[rows] = pack(part, "int8")
+        q = unpack(stored[lie], scales[rows], "int8", k)
+        bounds[1, rows] = _lengths(q)
+        bounds[0, rows] = _lengths(q.sub_(part))
     never = F.pad(bias, (0, more), value=-torch.inf)
-    numbers = torch.randn(1, k, generator=torch.Generator().manual_seed(0), device="cpu")
-    product = FastLinear("int8", k, LargePages().hold(stored), scales, never)
-    return _Codes(product, bounds, _mark(linear), numbers, linear(numbers))
+    numbers = torch.randn(1, k, generator=torch.Generator().manual_seed(0), **kind)
+    product = FastLinear("int8", k, stored, scales, never)
+    return _Codes(product, bounds, numbers, linear(numbers))
+
+
+def _lengths(rows: Float[Tensor, "n k"]) -> Float[Tensor, " n"]:
+    """Never shorter than they are: squares of fp32 numbers may be 0."""
+    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).float() + LEAST
 
 
 def _is_other(linear: FastLinear, codes: _Codes) -> bool:
@@ -225,4 +253,5 @@ def _reaches(x: Float[Tensor, "m k"]) -> Float[Tensor, "m 2"]:
 
 
 def _length(groups: NDArray[np.float32]) -> NDArray[np.float32]:
-    return np.sqrt(np.square(groups).sum(axis=(1, 2)))
+    squares = np.square(groups, dtype=np.float64)  # those of fp32 numbers may be 0
+    return np.sqrt(squares.sum(axis=(1, 2))).astype(np.float32)

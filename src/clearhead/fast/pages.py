@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
 import sys
 from bisect import bisect
@@ -27,6 +28,7 @@ CHUNK = 2**26  # bytes that are asked for at a time
 SMALLEST = 2**18  # bytes of a tensor: a smaller one stays where it is
 LINE = 64
 HUGE = 14  # madvise(2)
+LINUX = sys.platform.startswith("linux")
 _chunks: WeakSet[mmap.mmap] = WeakSet()
 
 
@@ -42,12 +44,19 @@ class LargePages:
         if not _useful(tensor):
             return tensor
         with torch.inference_mode(False), torch.no_grad():
-            place = self._place(tensor)
+            place = self._place(tensor.nbytes, tensor.dtype)
             return tensor if place is None else place.view(tensor.shape).copy_(tensor.detach())
 
-    def _place(self, tensor: Tensor) -> Tensor | None:
-        """Room for its numbers."""
-        size = tensor.nbytes
+    def room(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of this shape there, whose numbers are still to come; elsewhere, where that is
+        of no use.
+        """
+        size = math.prod(shape) * dtype.itemsize
+        place = self._place(size, dtype) if LINUX and size >= SMALLEST else None
+        return torch.empty(shape, dtype=dtype, device="cpu") if place is None else place.view(shape)
+
+    def _place(self, size: int, dtype: torch.dtype) -> Tensor | None:
+        """Room for so many bytes."""
         if self._chunk is None or self._used + size > len(self._chunk):
             trim()  # what was copied may be gone
             self._chunk = _new_chunk(max(CHUNK, size))
@@ -56,11 +65,12 @@ class LargePages:
             self._used = -_address(self._chunk) % PAGE
         start = self._used
         self._used += -(-size // LINE) * LINE
-        return torch.frombuffer(self._chunk, dtype=tensor.dtype, count=tensor.numel(), offset=start)
+        count = size // dtype.itemsize
+        return torch.frombuffer(self._chunk, dtype=dtype, count=count, offset=start)
 
 
 def _useful(tensor: Tensor) -> bool:
-    if not sys.platform.startswith("linux") or not tensor.is_cpu or tensor.nbytes < SMALLEST:
+    if not LINUX or not tensor.is_cpu or tensor.nbytes < SMALLEST:
         return False
     address = tensor.data_ptr()
     return not any(0 <= address - _address(chunk) < len(chunk) for chunk in list(_chunks))

@@ -3,14 +3,14 @@
 Python takes longer to ask for the parts of a small block than the block takes, and a tenth to a
 third of the time of a large one in few bits. So for the steps of a decode (one new token a row) the
 calls are written into a list (`stepping`), which compiled code works off (`rows.run`). The list is
-kept for its cache, and written anew when weights are not where they were.
+kept for its cache, and written anew when keys and values lie otherwise or modules were moved.
 
 Whatever is not so (several tokens, a window, rows with gaps, sources that do not stand at their
 start, more than 8 beams of one, somebody who listens at a tap or by a hook, a part that is not
 known here) goes the ordinary way, block by block: that is the slow twin. Modules that are exchanged
 inside a network that has a program are not noticed by lists that were written before: make its
-run-time form anew. So are weights that are exchanged and not changed in place, until the next text
-or `FastLinear.refresh`, which whoever moves a network calls.
+run-time form anew. Nor are weights that are exchanged and not changed in place, until the next
+text (cache), or `form.refresh`; moving a network does that.
 """
 
 from __future__ import annotations

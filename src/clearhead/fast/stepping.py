@@ -3,7 +3,7 @@
     q k v -> put into the cache -> attend to all that it holds
     norm -> q -> attend to the source -> out -> add
 
-Where keys and values are, which a search may change, is looked up each time.
+Where keys and values are, which a search may change, is looked up each time (`fits`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.attention.cache import KV, Cache
+from clearhead.attention.cache import Cache
 from clearhead.attention.positions import Positions
 from clearhead.fast import compile as compiled
 from clearhead.fast.between import own_rows
@@ -34,10 +34,8 @@ class StepCalls(Calls):
     def __init__(self, stack: Stack, cache: Cache, lengths: array[int] | None) -> None:
         super().__init__(stack, cache.rows, compiled.threads())
         self.marks, self.lie = _marks(cache), _lie(cache)
-        self.states, self.moves = cache.states, -1
         self.moving: list[tuple[int, int]] = []  # a place in the list, and whose address is there
         self.attending: list[int] = []  # where the threads of attention to the past stand
-        self.known: list[int] = []  # where keys and values were
         states: list[Any] = list(cache.states)
         self.layers, self.sizes = len(stack.blocks), [state.slots.size for state in states]
         self.seen, self.own = array("q", [0] * self.rows), own_rows(self.rows)
@@ -56,14 +54,18 @@ class StepCalls(Calls):
                 for block, state in zip(stack.blocks, cache.cross, strict=True)
             ]
         self._write(stack)
+        self._write_places(_places(cache))
 
     def fits(self, cache: Cache) -> bool:
-        """Whether the list is still one for this cache."""
+        """Whether the list is still one for this cache, and has where keys and values are now."""
         if self.marks != _marks(cache):
             return False
-        if self.moves == KV.moves and self.states is cache.states:
-            return True
-        return self.lie == _lie(cache)
+        now = _places(cache)
+        if now != self.places:
+            if self.lie != _lie(cache):
+                return False
+            self._write_places(now)
+        return True
 
     def run(self, x: Tensor, seen: list[int], cache: Cache) -> Tensor:
         """The stream behind all blocks, with so many keys to be seen by each row."""
@@ -72,8 +74,6 @@ class StepCalls(Calls):
         self.seen[:] = array("q", seen)
         keys = max(seen)
         table = self._find_keys(cache, keys)
-        if self.moves != KV.moves or self.states is not cache.states:
-            self._find_buffers(cache)
         threads = self._threads(keys * self.width)
         if self.list[self.attending[0]] != threads:
             for place in self.attending:
@@ -85,15 +85,10 @@ class StepCalls(Calls):
         ctypes.memmove(out.data_ptr(), self.stream.data_ptr(), out.nbytes)
         return out
 
-    def _find_buffers(self, cache: Cache) -> None:
-        """Write down where keys and values are now."""
-        self.states, self.moves = cache.states, KV.moves
-        states: list[Any] = [*cache.states, *cache.cross]
-        now = [place for s in states for place in (s.k.data_ptr(), s.v.data_ptr())]
-        if now != self.known:
-            self.known = now
-            for place, whose in self.moving:
-                self.list[place] = now[whose]
+    def _write_places(self, places: list[int]) -> None:
+        self.places = places
+        for place, whose in self.moving:
+            self.list[place] = places[whose]
 
     def _find_keys(self, cache: Cache, keys: int) -> Tensor | None:
         """Tell attention how many keys there are at most, and where; to be kept while it is used.
@@ -154,8 +149,14 @@ def _marks(cache: Cache) -> tuple[Any, ...]:
     return compiled.threads(), FastLinear.moves, cache.rows, id(cache.memory)
 
 
+def _places(cache: Cache) -> list[int]:
+    """Where keys and values are."""
+    states: list[Any] = [*cache.states, *cache.cross]
+    return [place for s in states for place in (s.k.data_ptr(), s.v.data_ptr())]
+
+
 def _lie(cache: Cache) -> list[Any]:
-    """How keys and values lie."""
+    """How they lie there."""
     states: list[Any] = [*cache.states, *cache.cross]
     return [(s.k.shape, s.k.stride(), s.v.stride()) for s in states]
 

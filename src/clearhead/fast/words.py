@@ -32,9 +32,12 @@ class Shape:
     tile: int = 6
     """Rows of x in a tile of `panels`: rows x 2 accumulators, and 3 registers more."""
     ahead: int = 0
-    """Bytes before a weight is needed that it is asked for, up to `formats.MANY` rows of x; 0: two
-    strips, or blocks.
+    """Bytes before a weight is needed that it is asked for, in fp32 and bf16 up to `formats.MANY`
+    rows of x; 0: two strips, or blocks.
     """
+
+    def __post_init__(self) -> None:
+        assert self.direct + 1 >= self.rows  # or a tile would have more rows than there are
 
 
 class Function:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn.modules import module as every
 
 from clearhead.attention.bias import ALiBi
 from clearhead.attention.cache import Cache
@@ -95,9 +96,18 @@ class Net(nn.Module):
         return {"device": first.device, "dtype": first.dtype} | place
 
 
-def _finds_best(head: Any) -> bool:
-    """Whether a head knows a shorter way to the best token than all logits."""
-    return isinstance(head, LMHead) and head.likeliest is not None and not hooked(head)
+def _finds_best(net: Net, own: type[Net]) -> bool:
+    """Whether a head knows a shorter way to the best token than all logits, and nobody has another
+    one or looks on.
+    """
+    head: Any = net.head
+    return (
+        type(head) is LMHead
+        and head.likeliest is not None
+        and head.likeliest.linear is head.proj
+        and type(net).decode is own.decode  # type: ignore[attr-defined]
+        and not (hooked(head) or every._global_forward_hooks or every._global_forward_pre_hooks)
+    )
 
 
 def _best(head: Any, x: Tensor, at: Positions, cache: Cache) -> Next:
@@ -186,7 +196,7 @@ class Decoder(Net):
         return self.head(x, replace(at, pos=pos, dense=False, ends=None))[:, 0]
 
     def decode_next(self, ids: Int[Tensor, "b 1"], cache: Cache, greedy: bool = False) -> Next:
-        if not greedy or not _finds_best(self.head):
+        if not greedy or not _finds_best(self, Decoder):
             return super().decode_next(ids, cache)
         at = self.embed.place(ids, None, cache)
         return _best(self.head, self.stack(self.embed(ids, at), at, cache), at, cache)
@@ -241,7 +251,7 @@ class EncoderDecoder(Net):
         return self.head(self.decoder.states(target, at, cache, memory), at)
 
     def decode_next(self, ids: Int[Tensor, "b 1"], cache: Cache, greedy: bool = False) -> Next:
-        if not greedy or not _finds_best(self.head):
+        if not greedy or not _finds_best(self, EncoderDecoder):
             return super().decode_next(ids, cache)
         at = self.decoder.embed.place(ids, None, cache)
         x = self.decoder.states(ids, at, cache, cache.memory)
