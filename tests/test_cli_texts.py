@@ -9,6 +9,8 @@ import json
 import re
 import resource
 import shutil
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -450,3 +452,53 @@ def test_texts_that_are_cut_are_told_beside_the_output(models, capsys, verb):
     out, err = capsys.readouterr()
     assert "clearhead: 1 of 2 texts have more than the 64 tokens that the model reads" in err
     assert "more than" not in out
+
+
+def test_a_text_in_pieces_of_json(models, capsys):
+    words = [str(models["generate"]), "the cat", "--max-new-tokens", "6", "--temperature", "0"]
+    assert main(["generate", *words, "--json", "--stream"]) == 0
+    *pieces, whole = map(json.loads, capsys.readouterr().out.splitlines())
+    assert len(pieces) >= 1
+    assert "".join(piece["piece"] for piece in pieces) == whole["text"]
+    assert len(whole["ids"]) == 6
+    assert main(["generate", *words, "--stream"]) == 0
+    assert capsys.readouterr().out == "the cat" + whole["text"] + "\n"
+    assert main(["generate", *words, "--stream", "--n", "2"]) == 2
+    assert "single text" in capsys.readouterr().err
+
+
+CODE = "import sys; from clearhead.cli.main import main; sys.exit(main())"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_full_disk_behind_standard_output_is_told_in_a_line(models):
+    for words in (["embed", str(models["embed"]), "the cat"], ["presets"]):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(
+                [sys.executable, "-c", CODE, *words],
+                stdout=full,
+                stderr=subprocess.PIPE,
+                text=True,
+                check=False,
+            )
+        assert done.returncode == 2
+        assert done.stderr.splitlines()[-1] == (
+            "clearhead: standard output: No space left on device"
+        )
+        assert "Traceback" not in done.stderr
+
+
+def test_streams_that_are_closed_are_nobodys(models):
+    code = (
+        "import os, sys\nos.close(0), os.close(1)\nsys.stdin = sys.stdout = None\n"
+        "from clearhead.cli.main import main\nsys.exit(main(sys.argv[1:]))"
+    )
+    for words in (
+        ["embed", str(models["embed"]), "the cat"],
+        ["generate", str(models["generate"])],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words], stderr=subprocess.PIPE, text=True, check=False
+        )
+        assert "Traceback" not in done.stderr
+        assert done.returncode in (0, 2)

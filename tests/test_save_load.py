@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 import clearhead as ch
 import tiny
 from clearhead.errors import ClearheadError
+from clearhead.fast import form as forms
 from clearhead.weights import folder as folders
 
 POSITIONED = {
@@ -280,3 +282,49 @@ def test_a_model_without_weights_is_not_saved(tmp_path):
     with pytest.raises(ClearheadError, match="meta"):
         empty.save(tmp_path / "it")
     assert contents(tmp_path) == {}
+
+
+def test_a_tie_that_came_apart_is_one_again_or_refused(tmp_path):
+    made = model()
+    before = run(made)
+    made.net.load_state_dict({k: v.clone() for k, v in made.net.state_dict().items()}, assign=True)
+    assert made.net.head.proj.weight is not made.net.embed.tokens.weight
+    made.fast("int8").save(tmp_path / "packed")
+    ch.load(tmp_path / "packed")
+    made.net.load_state_dict({k: v.clone() for k, v in made.net.state_dict().items()}, assign=True)
+    made.save(tmp_path / "same")
+    assert made.net.head.proj.weight is made.net.embed.tokens.weight
+    assert run(ch.load(tmp_path / "same")).equal(before)
+    made.net.head.proj.weight = torch.nn.Parameter(made.net.head.proj.weight.detach() * 2)
+    for write in (
+        lambda: made.save(tmp_path / "other"),
+        lambda: made.fast("int8"),
+        lambda: ch.export(made, tmp_path / "other"),
+    ):
+        with pytest.raises(ClearheadError, match=r"now they differ\. net\.tie\(\) makes"):
+            write()
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_pickle_is_as_large_as_the_model(dtype, tmp_path, monkeypatch):
+    """Also where the tensors of a file were parts of one another, and after a text was written."""
+    made = model()
+    made.net.to(dtype)
+    net = made.net
+    flat = torch.cat([p.detach().flatten() for p in net.parameters()])
+    tensors, first = {}, 0
+    for name, parameter in net.named_parameters():
+        tensors[name] = flat[first : first + parameter.numel()].view(parameter.shape)
+        first += parameter.numel()
+    other = ch.Model(folders.assemble(made.config, tensors), made.config)
+    assert all(p.equal(dict(net.named_parameters())[n]) for n, p in other.net.named_parameters())
+    size = len(pickle.dumps(other))
+    assert size < 1.5 * flat.nbytes + 60_000
+    flat.zero_()  # it is the same memory
+    assert not any(bool(p.any()) for p in other.net.parameters())
+    monkeypatch.setattr(forms, "WRITING", 1)
+    if dtype == torch.float32:
+        other._quick(other.net)
+        assert other._quick._made is not None
+        assert len(pickle.dumps(other)) < size + 1000

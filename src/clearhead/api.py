@@ -111,6 +111,7 @@ def export(
         f"This model's weights are {form} of our own kind, which others do not read: export the "
         "model that they were made from.",
     )
+    model.net.retie()
     if to == "gguf":
         check_family(model.config)
     refuse_full(folder, overwrite)

@@ -117,6 +117,7 @@ class Model:
         themselves. On a GPU weights stay as they are, and torch compiles the blocks.
         """
         check_form(self.net, form)
+        self.net.retie()
         text, on_cpu = None, all(p.device.type == "cpu" for p in self.net.parameters())
         if (
             form == "int4"

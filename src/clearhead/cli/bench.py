@@ -138,6 +138,7 @@ def _print(roofs: Roofs, work: Work, speeds: list[Speed]) -> None:
 
     from clearhead.cli.console import table_console
     from clearhead.cli.units import size
+    from clearhead.measure.speed import ABOVE
 
     console = table_console()
     memory = "failed" if roofs.bandwidth is None else f"{roofs.bandwidth:.1f} GB/s"
@@ -160,3 +161,5 @@ def _print(roofs: Roofs, work: Work, speeds: list[Speed]) -> None:
             "-" if speed.share is None else f"{speed.share:.0%}",
         )
     console.print(table)
+    if any(speed.share is not None and speed.share > 1 for speed in speeds):
+        console.print(f"\n({ABOVE.removeprefix('; ')})")

@@ -2,9 +2,10 @@
 
 clearhead generate runs/shakespeare "ROMEO:" --temperature 0.8. The prompt is printed in front, but
 not where a text has to match something (regex, schema), with --chat, and of an encoder-decoder,
-which writes what it makes of the prompt. Without a prompt, and without --file, standard input is
-read as one text. Every other setting of docs/generating.md is taken with --set: no_repeat_ngram=3
-beams=4 top_p=0.9.
+which writes what it makes of the prompt. A text is printed as it comes; with --json, --chat and
+several texts when it is whole, or with --json --stream in pieces. Without a prompt, and without
+--file, standard input is read as one text. Every other setting of docs/generating.md is taken with
+--set: no_repeat_ngram=3 beams=4 top_p=0.9.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class Args(PromptArgs):
     """Other settings: stop=["."] beams=4 draft=MODEL regex=[0-9]+ schema=FILE."""
     json: bool = False
     """Print an object a text, with tokens and their log-probabilities; null: not known."""
+    stream: bool = False
+    """With --json: print each piece as it comes, as an object, and then the whole text's."""
     stats: bool = False
     """Say at the end how fast it was, and beside which limit of the memory."""
 
@@ -86,10 +89,16 @@ def run(args: Args) -> None:
         "The prompt was given twice: as an argument, and with --file.",
     )
     settings = _settings(args)
+    require(
+        not args.stream or (settings["n"] == 1 and not args.chat),
+        "--stream prints a single text as it comes: leave it out, or --chat and --n.",
+    )
     model = open_reader(args.model)
     prompt = args.prompt[0] if args.prompt else read_whole(args.file)
     with notices() as aside:
-        if args.json or args.chat or settings["n"] > 1:
+        if args.stream and args.json:
+            texts = [_stream_json(model, prompt, settings)]
+        elif args.json or args.chat or settings["n"] > 1:
             texts = _at_once(model, prompt, settings, args)
         else:
             texts = [_stream(model, prompt, settings, aside)]
@@ -186,6 +195,19 @@ def _stream(model: Model, prompt: str, settings: dict[str, Any], aside: Aside) -
             return end.value
 
 
+def _stream_json(model: Model, prompt: str, settings: dict[str, Any]) -> Written:
+    """Print the pieces of a text as objects, and then the whole one."""
+    from clearhead.cli.texts import say_json
+
+    pieces = model.stream(prompt, **settings)
+    while True:
+        try:
+            say_json(piece=next(pieces))
+        except StopIteration as end:
+            say_json(prompt=prompt, **_record(end.value))
+            return end.value
+
+
 def _before(model: Model, prompt: str, settings: dict[str, Any]) -> str:
     """What is printed in front of a text: its prompt. What an encoder-decoder writes stands alone,
     and so does what has to match: with the prompt it would be no JSON any more.
@@ -236,6 +258,7 @@ def _speed(model: Model, text: Written) -> str:
     """How fast it was, and how fast reading the weights once a token would be."""
     from clearhead.fast.form import form_of, step_bytes
     from clearhead.measure.roofs import measure
+    from clearhead.measure.speed import ABOVE
 
     said = f"{text.prompt_tokens} tokens of prompt, {len(text.ids)} new: "
     if text.tokens_a_second == 0:  # a single token, or a search, which gives all at once
@@ -247,7 +270,8 @@ def _speed(model: Model, text: Written) -> str:
     read = step_bytes(model._quick(model.net))
     roof = roofs.bandwidth * 1e9 / read
     form = form_of(model.net) or "fp32"
+    over = ABOVE if text.tokens_a_second > roof else ""
     return (
         f"{said}: {text.tokens_a_second / roof:.0%} of what the memory allows ({form}, "
-        f"{read / 1e6:.0f} MB a token, {roofs.bandwidth:.0f} GB/s)"
+        f"{read / 1e6:.0f} MB a token, {roofs.bandwidth:.0f} GB/s{over})"
     )

@@ -6,6 +6,7 @@ function `run(args)`. Nothing on the way to `--help` may import torch, which tak
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib
 import os
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from clearhead.errors import ClearheadError, did_you_mean
 from clearhead.memory import keep_freed_memory
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # of what standard output goes to
 OK, WRONG_USE, INTERRUPTED, CLOSED_PIPE = 0, 2, 130, 141  # the last two: 128 + the signal
 
 # verb -> (module, one line of help), in the order in which a newcomer needs them
@@ -48,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     debug = os.environ.get("CLEARHEAD_DEBUG", "") not in ("", "0")
+    _open_what_is_closed()
     _let_any_text_print()
     if argv is None:  # a process of our own
         gc.set_threshold(50_000, 20, 20)  # importing torch makes a million objects, none is waste
@@ -66,10 +69,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print("clearhead: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader (`head`, a pager) has left; without this Python complains again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader (`head`, a pager) has left
+        _stop_printing()
         return CLOSED_PIPE
+    except OSError as error:
+        if debug or error.filename is not None or error.errno not in FULL:
+            raise
+        _stop_printing()
+        print(f"clearhead: standard output: {os.strerror(error.errno)}", file=sys.stderr)
+        return WRONG_USE
     finally:
         if argv is None:
             gc.freeze()  # to look for waste in what ends with the process takes a fifth of a second
@@ -117,6 +125,18 @@ def _help() -> str:
         "CLEARHEAD_DEBUG=1          errors with their traceback",
     ]
     return "\n".join(lines)
+
+
+def _stop_printing() -> None:
+    """Or Python would complain again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _open_what_is_closed() -> None:
+    """A daemon may have no standard streams at all: nothing is read then, and printed nowhere."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def _let_any_text_print() -> None:

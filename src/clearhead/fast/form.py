@@ -152,6 +152,9 @@ class Quick:
     def __init__(self) -> None:
         self._made: tuple[Net, tuple[object, ...], Net] | None = None
 
+    def __reduce__(self) -> tuple[type[Quick], tuple[()]]:
+        return Quick, ()  # a copy makes forms of its own
+
     def __call__(self, net: Net) -> Net:
         if _on_cpu(net):
             keep_freed_memory()  # a batch of texts was a quarter quicker

@@ -52,6 +52,23 @@ class Net(nn.Module):
             path, _, name = alias.rpartition(".")
             setattr(self.get_submodule(path), name, self.get_parameter(original))
 
+    def retie(self) -> None:
+        """Make aliases one again with what they stand for, where only their memory is another
+        (`load_state_dict(..., assign=True)` does that); refuse numbers that differ, of which a file
+        would keep one.
+        """
+        slots = dict(self.named_parameters(remove_duplicate=False))
+        for alias, original in self.ties:
+            one, other = slots.get(alias), slots.get(original)
+            require(
+                one is None or other is None or one is other or torch.equal(one, other),
+                f"By this model's settings {alias} is {original}, of which a folder keeps one, and "
+                "now they differ. net.tie() makes both the latter; to have two matrices, build the "
+                'model with "tied": False in its head, and copy the weights.',
+            )
+        if all(name in slots for pair in self.ties for name in pair):
+            self.tie()
+
     def reset_tables(self) -> None:
         """Compute the fixed tables (angles, slopes) again, after `to_empty` left them unset."""
         for module in self.modules():

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from clearhead.errors import ClearheadError
@@ -128,11 +129,21 @@ def fill(net: Net, tensors: Mapping[str, Tensor], faults: Faults = NONE) -> dict
     ]
     if said:
         raise ClearheadError("The weights do not fit the model. " + "; ".join(said) + ".")
-    net.load_state_dict(
-        {n: t for n, t in tensors.items() if n not in aliases}, strict=False, assign=True
-    )
+    own = {name: _alone(tensor) for name, tensor in tensors.items() if name not in aliases}
+    net.load_state_dict(own, strict=False, assign=True)
     net.tie()
     return aliases
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """The same numbers where they are, known as all that is there: who saves or sends a tensor that
+    is a part of a file would take the whole file along.
+    """
+    if not tensor.is_cpu or tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    size, tensor = tensor.element_size(), tensor.detach()
+    as_whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(size, torch.uint8)
+    return torch.from_numpy(tensor.view(as_whole).numpy()).view(tensor.dtype)
 
 
 def folded(name: str) -> str:

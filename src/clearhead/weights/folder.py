@@ -64,6 +64,7 @@ def save_model(
         not any(parameter.is_meta for parameter in net.parameters()),
         'A model on the meta device has no weights to save: build it without device="meta".',
     )
+    net.retie()
     aliases = dict(net.ties)
     tensors = {
         name: parameter.detach().contiguous()
