@@ -157,3 +157,28 @@ def test_what_is_part_of_something_larger_stays_there():
     with torch.no_grad():
         flat.zero_()
         assert bool((net(ids) == 0).all())
+
+
+@pytest.mark.parametrize("built", [True, False])
+@pytest.mark.parametrize("made", [True, False])
+@pytest.mark.parametrize("turned", [True, False])
+def test_weights_stay_usable_whatever_was_made_in_inference_mode(built, made, turned):
+    with torch.inference_mode(built):
+        net = big().net.eval()
+        if turned:
+            for block in net.stack.blocks:
+                weight = block.ffn.in_proj.weight
+                weight.data = weight.data.t().contiguous().t()
+    ids = torch.arange(9)[None]
+    with torch.inference_mode():
+        expected = net(ids).clone()
+    with torch.inference_mode(made):
+        fast = make_fast(net, "fp32")
+    assert any(p.is_inference() for p in net.parameters()) == built
+    with torch.inference_mode():
+        torch.testing.assert_close(fast(ids), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(net(ids), expected, rtol=1e-4, atol=1e-4)
+    if not built:
+        net.requires_grad_(True)
+        net(ids).sum().backward()
+        assert all(p.grad is not None for p in net.parameters())

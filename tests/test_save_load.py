@@ -317,7 +317,9 @@ def test_a_pickle_is_as_large_as_the_model(dtype, tmp_path, monkeypatch):
     for name, parameter in net.named_parameters():
         tensors[name] = flat[first : first + parameter.numel()].view(parameter.shape)
         first += parameter.numel()
-    other = ch.Model(folders.assemble(made.config, tensors), made.config)
+    with torch.inference_mode():
+        other = ch.Model(folders.assemble(made.config, tensors), made.config)
+    assert not any(p.is_inference() for p in other.net.parameters())
     assert all(p.equal(dict(net.named_parameters())[n]) for n, p in other.net.named_parameters())
     size = len(pickle.dumps(other))
     assert size < 1.5 * flat.nbytes + 60_000

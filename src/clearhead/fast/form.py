@@ -86,14 +86,14 @@ def _lay_out(net: Net, pages: LargePages) -> None:
     for module in net.modules():
         if type(module) is not nn.Linear:
             continue
-        weight = module.weight.data
-        if not weight.is_contiguous():
-            weight = weight.contiguous()
-        alone = weight.untyped_storage().nbytes() == weight.nbytes  # others see the same memory
-        if alone and not files.have(weight):
-            weight = pages.hold(weight)
-        if weight.data_ptr() != module.weight.data_ptr():
-            module.weight.data = weight
+        own = module.weight
+        with torch.inference_mode(own.is_inference()):  # it stays of the kind that it is
+            weight = own.data.contiguous()
+            alone = weight.untyped_storage().nbytes() == weight.nbytes  # or others see it, too
+            if alone and not own.is_inference() and not files.have(weight):
+                weight = pages.hold(weight)
+            if weight.data_ptr() != own.data_ptr():
+                own.data = weight
 
 
 def _packed(layers: dict[str, Any], form: Form) -> Iterator[_Layer]:

@@ -141,9 +141,10 @@ def _alone(tensor: Tensor) -> Tensor:
     """
     if not tensor.is_cpu or tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
-    size, tensor = tensor.element_size(), tensor.detach()
+    size = tensor.element_size()
     as_whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(size, torch.uint8)
-    return torch.from_numpy(tensor.view(as_whole).numpy()).view(tensor.dtype)
+    with torch.inference_mode(False):  # a parameter that was loaded there can still learn
+        return torch.from_numpy(tensor.detach().view(as_whole).numpy()).view(tensor.dtype)
 
 
 def folded(name: str) -> str:
