@@ -7,12 +7,15 @@ import os
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
+import clearhead as ch
 from clearhead import __version__
 from clearhead.cli import main as cli
 from clearhead.errors import ClearheadError
+from clearhead.text.trained import train_tokenizer
 
 VERBS = [
     "doctor",
@@ -215,3 +218,35 @@ def install_verb(monkeypatch, work):
     module.run = work  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fake_verb", module)
     monkeypatch.setitem(cli.VERBS, "fake", ("fake_verb", "a verb for tests"))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("words", [["presets"], ["show", "gpt2"]])
+def test_a_full_disk_behind_standard_output_is_told_in_a_line(words):
+    code = "import sys; from clearhead.cli.main import main; sys.exit(main())"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert done.stderr == "clearhead: standard output: No space left on device\n"
+
+
+def test_streams_that_are_closed_are_nobodys(tmp_path):
+    model = ch.build("gpt2", seed=0, vocab_size=300, n_layers=1, d_model=16, n_heads=2, max_len=16)
+    model.tokenizer = train_tokenizer("bytes", "")
+    model.save(tmp_path / "model")
+    code = (
+        "import os, sys\nos.close(0), os.close(1)\nsys.stdin = sys.stdout = None\n"
+        "from clearhead.cli.main import main\nsys.exit(main(sys.argv[1:]))"
+    )
+    for words in (["presets"], ["generate", str(tmp_path / "model"), "--max-new-tokens", "2"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words], stderr=subprocess.PIPE, text=True, check=False
+        )
+        assert "Traceback" not in done.stderr
+        assert done.returncode == 0, done.stderr

@@ -6,6 +6,7 @@ from --context, from a file (--file), or from standard input.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -28,6 +29,8 @@ class Args:
     """A file with that text."""
     json: bool = False
     """Print an object, with the place and the probability."""
+    stats: bool = False
+    """Say at the end how fast it was."""
 
 
 def run(args: Args) -> None:
@@ -36,7 +39,7 @@ def run(args: Args) -> None:
 
     from clearhead.cli.models import open_reader
     from clearhead.cli.notices import notices
-    from clearhead.cli.texts import read_whole, say_json
+    from clearhead.cli.texts import read_whole, say_json, say_speed
 
     require(
         args.context is None or args.file is None,
@@ -45,9 +48,12 @@ def run(args: Args) -> None:
     context = read_whole(args.file) if args.context is None else args.context
     require(bool(context.strip()), "There is no text to look for the answer in: --context TEXT.")
     model = open_reader(args.model)
+    begun = time.perf_counter()
     with notices():
         found = model.answer(args.question, context)
     if args.json:
         say_json(question=args.question, **asdict(found))
     else:
         print(found.text)
+    if args.stats:
+        say_speed(1, time.perf_counter() - begun)

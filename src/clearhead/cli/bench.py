@@ -162,4 +162,4 @@ def _print(roofs: Roofs, work: Work, speeds: list[Speed]) -> None:
         )
     console.print(table)
     if any(speed.share is not None and speed.share > 1 for speed in speeds):
-        console.print(f"\n({ABOVE.removeprefix('; ')})")
+        console.print(f"\n({ABOVE})")

@@ -7,7 +7,6 @@ input is read, a text a line.
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +23,12 @@ class Args(TextArgs):
     """The other text, where labels are about two; a run that learned single texts takes none."""
     best: int = 1
     """How many labels to print, the likeliest first."""
-    stats: bool = False
-    """Say at the end how fast it was."""
 
 
 def run(args: Args) -> None:
     """Load, classify, print."""
     from clearhead.cli.models import open_reader
-    from clearhead.cli.texts import chunks, read_texts, say_json
+    from clearhead.cli.texts import chunks, read_texts, say_json, say_speed
 
     require(args.best >= 1, f"--best is how many labels are printed: 1 or more, not {args.best}.")
     texts = read_texts(args.texts, args.file)
@@ -48,8 +45,7 @@ def run(args: Args) -> None:
             said = "  ".join(f"{label} {value:.3f}" for label, value in best)
             print(said if len(texts) == 1 else f"{said}\t{text}", flush=True)
     if args.stats:
-        took = time.perf_counter() - begun
-        print(f"{len(texts)} texts, {took:.2f} s: {len(texts) / took:.1f}/s", file=sys.stderr)
+        say_speed(len(texts), time.perf_counter() - begun)
 
 
 def _asked(texts: list[str], args: Args) -> list[str | tuple[str, str]]:

@@ -31,14 +31,12 @@ class Args(TextArgs):
     """Write the vectors here (.npy), one row a text."""
     overwrite: bool = False
     """Replace the file of --out if it is there already."""
-    stats: bool = False
-    """Say at the end how fast it was."""
 
 
 def run(args: Args) -> None:
     """Load, embed, print."""
     from clearhead.cli.models import open_reader
-    from clearhead.cli.texts import chunks, read_texts, say_json
+    from clearhead.cli.texts import chunks, read_texts, say_json, say_speed
 
     if args.out is not None:
         _check_free(Path(args.out), args.overwrite)
@@ -61,7 +59,7 @@ def run(args: Args) -> None:
     elif not args.json:
         _print(texts, found)
     if args.stats:
-        print(f"{len(texts)} texts, {took:.2f} s: {len(texts) / took:.1f}/s", file=sys.stderr)
+        say_speed(len(texts), took)
 
 
 def _check_free(out: Path, overwrite: bool) -> None:

@@ -6,6 +6,7 @@ input is read, a text a line.
 
 from __future__ import annotations
 
+import time
 import unicodedata
 from dataclasses import asdict, dataclass
 
@@ -24,10 +25,11 @@ def run(args: Args) -> None:
     """Load, fill, print."""
     from clearhead.cli.models import open_reader
     from clearhead.cli.notices import notices
-    from clearhead.cli.texts import read_texts, say_json
+    from clearhead.cli.texts import read_texts, say_json, say_speed
 
     texts = read_texts(args.texts, args.file)
     model = open_reader(args.model)
+    begun = time.perf_counter()
     with notices():
         for text in texts:
             found = model.fill(text, best=args.best)
@@ -41,6 +43,8 @@ def run(args: Args) -> None:
                 for one in candidates:
                     name = _visible(one.token).strip() or repr(one.token)  # a blank is in quotes
                     print(f"{one.probability:.3f}  {name:<16} {_visible(one.text)}", flush=True)
+    if args.stats:
+        say_speed(len(texts), time.perf_counter() - begun)
 
 
 def _visible(text: str) -> str:

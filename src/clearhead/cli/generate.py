@@ -270,7 +270,7 @@ def _speed(model: Model, text: Written) -> str:
     read = step_bytes(model._quick(model.net))
     roof = roofs.bandwidth * 1e9 / read
     form = form_of(model.net) or "fp32"
-    over = ABOVE if text.tokens_a_second > roof else ""
+    over = f"; {ABOVE}" if text.tokens_a_second > roof else ""
     return (
         f"{said}: {text.tokens_a_second / roof:.0%} of what the memory allows ({form}, "
         f"{read / 1e6:.0f} MB a token, {roofs.bandwidth:.0f} GB/s{over})"

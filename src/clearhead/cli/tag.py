@@ -6,6 +6,7 @@ read, a sentence a line, its words parted by blanks.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from clearhead.cli.texts import TextArgs
@@ -20,10 +21,11 @@ def run(args: Args) -> None:
     """Load, tag, print."""
     from clearhead.cli.models import open_reader
     from clearhead.cli.notices import notices
-    from clearhead.cli.texts import read_texts, say_json
+    from clearhead.cli.texts import read_texts, say_json, say_speed
 
     texts = read_texts(args.texts, args.file)
     model = open_reader(args.model)
+    begun = time.perf_counter()
     with notices():
         for text in texts:
             found = model.tag(text)
@@ -33,3 +35,5 @@ def run(args: Args) -> None:
                 )
             else:
                 print(" ".join(f"{word}/{tag}" for word, tag in found), flush=True)
+    if args.stats:
+        say_speed(len(texts), time.perf_counter() - begun)

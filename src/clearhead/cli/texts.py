@@ -33,6 +33,8 @@ class TextArgs:
     """A file with a text a line."""
     json: bool = False
     """Print an object a text."""
+    stats: bool = False
+    """Say at the end how fast it was."""
 
 
 def read_texts(words: Sequence[str], file: str | None) -> list[str]:
@@ -72,6 +74,12 @@ def chunks(texts: Sequence[Any], size: int = CHUNK) -> Iterator[Sequence[Any]]:
     with notices():
         for start in starts:
             yield texts[start : start + size]
+
+
+def say_speed(count: int, seconds: float) -> None:
+    """How fast so many texts were worked on."""
+    texts = "1 text" if count == 1 else f"{count} texts"
+    print(f"{texts}, {seconds:.2f} s: {count / seconds:.1f}/s", file=sys.stderr)
 
 
 def say_json(**record: Any) -> None:

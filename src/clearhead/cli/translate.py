@@ -21,8 +21,6 @@ class Args(TextArgs):
     """Translations that are followed at once; none: what the model came with, or 5."""
     length_penalty: float | None = None
     """Above 1 favours long texts; none: what the model came with, or 1."""
-    stats: bool = False
-    """Say at the end how fast it was."""
 
 
 def run(args: Args) -> None:

@@ -59,7 +59,7 @@ class Speed:
 
 Contender = Callable[[Work], Times]
 # Said beside a share of more than 1.
-ABOVE = "; above 100 %: some of it stays in the cache, or the memory was busier when measured"
+ABOVE = "above 100 %: some of it stays in the cache, or the memory was busier when measured"
 
 
 def race(

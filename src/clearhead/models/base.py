@@ -57,16 +57,20 @@ class Net(nn.Module):
         (`load_state_dict(..., assign=True)` does that); refuse numbers that differ, of which a file
         would keep one.
         """
-        slots = dict(self.named_parameters(remove_duplicate=False))
+        slots = dict(self.named_parameters(remove_duplicate=False))  # (packed ones are not there)
+        apart = False
         for alias, original in self.ties:
             one, other = slots.get(alias), slots.get(original)
+            if one is None or other is None or one is other:
+                continue
+            apart = True
             require(
-                one is None or other is None or one is other or torch.equal(one, other),
+                torch.equal(one, other),
                 f"By this model's settings {alias} is {original}, of which a folder keeps one, and "
                 "now they differ. net.tie() makes both the latter; to have two matrices, build the "
                 'model with "tied": False in its head, and copy the weights.',
             )
-        if all(name in slots for pair in self.ties for name in pair):
+        if apart:
             self.tie()
 
     def reset_tables(self) -> None:
@@ -216,7 +220,7 @@ class Decoder(Net):
         if not greedy or not _finds_best(self, Decoder):
             return super().decode_next(ids, cache)
         at = self.embed.place(ids, None, cache)
-        return _best(self.head, self.stack(self.embed(ids, at), at, cache), at, cache)
+        return _best(self.head, self.states(ids, at, cache), at, cache)
 
     def forward(self, ids: Ids, at: Positions | None = None) -> Tensor:
         return self.decode(ids, at)
